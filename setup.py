@@ -1,15 +1,25 @@
-"""Build the optional compiled module; everything else is in pyproject.toml."""
+"""Build the optional compiled modules and map the kernel sources; the rest is in pyproject.toml."""
 
-import os
+from pathlib import Path
 
 from setuptools import find_packages, setup
 
-have_native = os.path.exists(
-    os.path.join(os.path.dirname(os.path.abspath(__file__)), "memra_lowlevel/native/build.py")
-)
+NATIVE = Path(__file__).parent / "memra_lowlevel" / "native"
+BUILDERS = ["build.py", "build_layer_kv.py"]
 
 setup(
-    packages=[*find_packages(include=["memra_lowlevel*"]), "memra_lowlevel.cuda_src"],
-    package_dir={"memra_lowlevel.cuda_src": "cuda_src"},
-    cffi_modules=["memra_lowlevel/native/build.py:ffibuilder"] if have_native else [],
+    packages=[
+        *find_packages(include=["memra_lowlevel*"]),
+        "memra_lowlevel.cuda_src",
+        "memra_lowlevel.examples",
+        "memra_lowlevel.examples.smollm2",
+    ],
+    package_dir={
+        "memra_lowlevel.cuda_src": "cuda_src",
+        "memra_lowlevel.examples": "examples",
+        "memra_lowlevel.examples.smollm2": "examples/smollm2",
+    },
+    cffi_modules=[
+        f"memra_lowlevel/native/{name}:ffibuilder" for name in BUILDERS if (NATIVE / name).exists()
+    ],
 )

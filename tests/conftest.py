@@ -1,0 +1,56 @@
+"""Fixtures shared by all tests, and the one rule for skipping.
+
+A test that takes ``device`` runs on the host device and, where there is a GPU, on ``cuda:0`` too:
+the same assertions on both. ``MEMRA_TEST_SCALE=10`` lengthens walks and property tests.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+ON_BOTH_DEVICES = ["host", pytest.param("cuda:0", marks=pytest.mark.gpu)]
+
+
+def _gpu_present() -> bool:
+    try:
+        from memra_lowlevel import driver
+
+        return driver.get("cuda").cuDeviceGetCount() > 0
+    except Exception:
+        return False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not any(item.get_closest_marker("gpu") for item in items) or _gpu_present():
+        return
+    skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def scale() -> int:
+    """Factor for the length of walks and property tests; 1 in CI."""
+    return int(os.environ.get("MEMRA_TEST_SCALE", "1"))
+
+
+@pytest.fixture(params=ON_BOTH_DEVICES, scope="module")
+def device(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Give an open Device; the test body is the same for both kinds."""
+    from memra_lowlevel import Device
+
+    with Device(request.param) as opened:
+        yield opened
+
+
+@pytest.fixture
+def stream(device: Any) -> Iterator[Any]:
+    """Give a fresh named stream of ``device``, closed afterwards."""
+    opened = device.stream(name="test")
+    yield opened
+    opened.close()
