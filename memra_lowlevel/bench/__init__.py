@@ -1,0 +1,1 @@
+"""Measurements: ceilings of the device, host cost of launches and replays, kernels."""
