@@ -1,0 +1,162 @@
+// Weight matrices in tiles of 32 rows, and the dot product that every model kernel uses.
+//
+// A matrix [n_out, n_in] is cut into tiles of 32 output rows and blocks of 32 columns. Its blocks
+// keep the bytes of the GGUF file; only their order changes, so that 32 neighbouring threads, each
+// owner of one output row, read 16-byte pieces that lie side by side. Tile t, block b starts at
+// (t * n_blocks + b) * Tile::BYTES; inside a block, in this order:
+//
+//   TileF32   8 x [32 rows][16 B = 4 values]
+//   TileF16   4 x [32 rows][16 B = 8 values]
+//   TileQ8_0  2 x [32 rows][16 B = 16 codes i8], then [32 rows][f16 d]
+//   TileQ4_1  1 x [32 rows][16 B = 32 codes u4], then [32 rows][f16 d, f16 m]
+//             (byte i holds element i in its low half and element i + 16 in its high half)
+//
+// Rows past n_out in the last tile are zero bytes.
+#pragma once
+#include "common/device.cuh"
+#include "common/convert.cuh"
+
+constexpr int TILE_ROWS = 32;
+constexpr int TILE_COLS = 32;
+
+// Codes to floats, exact on both devices, so the two bodies give the same bits.
+#if MEMRA_CUDA
+// A byte under the exponent of 2^23 is the float 2^23 + byte: one permute and one add, where a
+// conversion instruction runs at a fraction of that rate.
+__device__ __forceinline__ float byte_to_f32(uint32_t word, uint32_t i, float bias) {
+    return __uint_as_float(__byte_perm(word, 0x4B000000u, 0x7650u | i)) - bias;
+}
+__device__ __forceinline__ void codes_i8(const uint8_t* p, float* c) {
+    const uint4 v = *reinterpret_cast<const uint4*>(p);
+    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 16; i++) c[i] = byte_to_f32(words[i / 4] ^ 0x80808080u, i % 4, 8388736.0f);
+}
+__device__ __forceinline__ void codes_u4(const uint8_t* p, float* c) {
+    const uint4 v = *reinterpret_cast<const uint4*>(p);
+    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        c[i] = byte_to_f32(words[i / 4] & 0x0F0F0F0Fu, i % 4, 8388608.0f);
+        c[16 + i] = byte_to_f32((words[i / 4] >> 4) & 0x0F0F0F0Fu, i % 4, 8388608.0f);
+    }
+}
+#else
+// Vector types of the compiler: without them -O2 converts one code at a time, three times slower.
+typedef uint8_t u8x8 __attribute__((vector_size(8)));
+typedef int8_t i8x8 __attribute__((vector_size(8)));
+typedef int32_t i32x8 __attribute__((vector_size(32)));
+typedef float f32x8 __attribute__((vector_size(32)));
+
+template <class Codes>
+__device__ __forceinline__ void convert8(uint64_t bytes, float* c) {
+    Codes codes;
+    __builtin_memcpy(&codes, &bytes, 8);
+    const f32x8 values = __builtin_convertvector(__builtin_convertvector(codes, i32x8), f32x8);
+    __builtin_memcpy(c, &values, 32);
+}
+__device__ __forceinline__ void codes_i8(const uint8_t* p, float* c) {
+    const uint64_t* words = reinterpret_cast<const uint64_t*>(p);
+    convert8<i8x8>(words[0], c);
+    convert8<i8x8>(words[1], c + 8);
+}
+__device__ __forceinline__ void codes_u4(const uint8_t* p, float* c) {
+    const uint64_t* words = reinterpret_cast<const uint64_t*>(p);
+    for (int i = 0; i < 2; i++) {
+        convert8<u8x8>(words[i] & 0x0F0F0F0F0F0F0F0Full, c + 8 * i);
+        convert8<u8x8>((words[i] >> 4) & 0x0F0F0F0F0F0F0F0Full, c + 16 + 8 * i);
+    }
+}
+#endif
+
+// load(block, row, w): the 32 weights of one row of one block as floats.
+struct TileF32 {
+    static constexpr int BYTES = 4096;
+    __device__ __forceinline__ static void load(const uint8_t* block, int row, float* w) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const float4 v = *reinterpret_cast<const float4*>(block + 512 * i + 16 * row);
+            w[4 * i] = v.x;
+            w[4 * i + 1] = v.y;
+            w[4 * i + 2] = v.z;
+            w[4 * i + 3] = v.w;
+        }
+    }
+};
+
+struct TileF16 {
+    static constexpr int BYTES = 2048;
+    __device__ __forceinline__ static void load(const uint8_t* block, int row, float* w) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const uint4 v = *reinterpret_cast<const uint4*>(block + 512 * i + 16 * row);
+            const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                w[8 * i + 2 * j] = f16_to_f32(uint16_t(words[j] & 0xFFFFu));
+                w[8 * i + 2 * j + 1] = f16_to_f32(uint16_t(words[j] >> 16));
+            }
+        }
+    }
+};
+
+struct TileQ8_0 {
+    static constexpr int BYTES = 1088;
+    __device__ __forceinline__ static void load(const uint8_t* block, int row, float* w) {
+        const float d = f16_to_f32(*reinterpret_cast<const uint16_t*>(block + 1024 + 2 * row));
+        float c[32];
+        codes_i8(block + 16 * row, c);
+        codes_i8(block + 512 + 16 * row, c + 16);
+#pragma unroll
+        for (int i = 0; i < 32; i++) w[i] = c[i] * d;
+    }
+};
+
+struct TileQ4_1 {
+    static constexpr int BYTES = 640;
+    __device__ __forceinline__ static void load(const uint8_t* block, int row, float* w) {
+        const uint32_t dm = *reinterpret_cast<const uint32_t*>(block + 512 + 4 * row);
+        const float d = f16_to_f32(uint16_t(dm & 0xFFFFu));
+        const float m = f16_to_f32(uint16_t(dm >> 16));
+        float c[32];
+        codes_u4(block + 16 * row, c);
+#pragma unroll
+        for (int i = 0; i < 32; i++) w[i] = fmaf(c[i], d, m);
+    }
+};
+
+// Eight neighbouring activations. The device body asks for 16-byte loads through the read-only path,
+// which the compiler cannot prove to be aligned by itself.
+__device__ __forceinline__ void load8(const float* p, float* v) {
+#if MEMRA_CUDA
+    const float4 a = __ldg(reinterpret_cast<const float4*>(p));
+    const float4 b = __ldg(reinterpret_cast<const float4*>(p) + 1);
+    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
+    v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+#else
+    for (int j = 0; j < 8; j++) v[j] = p[j];
+#endif
+}
+
+// Dot product of 32 elements in one fixed order: eight running sums, then a tree.
+__device__ __forceinline__ float dot32(const float* w, const float* x) {
+    float v[8], s[8];
+    load8(x, v);
+#pragma unroll
+    for (int j = 0; j < 8; j++) s[j] = w[j] * v[j];
+#pragma unroll
+    for (int b = 8; b < 32; b += 8) {
+        load8(x + b, v);
+#pragma unroll
+        for (int j = 0; j < 8; j++) s[j] = fmaf(w[b + j], v[j], s[j]);
+    }
+    return ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
+}
+
+// A product leaves one partial sum per chunk of columns; its reader adds them, first chunk first.
+__device__ __forceinline__ float sum_parts(const float* parts, int n_parts, size_t part_stride,
+                                           size_t i) {
+    float sum = parts[i];
+    for (int p = 1; p < n_parts; p++) sum = sum + parts[size_t(p) * part_stride + i];
+    return sum;
+}
