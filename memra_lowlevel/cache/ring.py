@@ -224,7 +224,7 @@ class KvRing:
         return 0 if aligned == 0 else aligned + self.window - 1
 
     def restore_plan(self, len: int) -> tuple[int, range]:
-        """What a copy of this ring at ``len`` into a fresh ring must move.
+        """Plan what a copy of this ring at ``len`` into a fresh ring must move.
 
         Returns
         -------

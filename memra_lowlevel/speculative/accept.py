@@ -47,9 +47,7 @@ def rewind_amounts(k: int, accepted: int) -> Rewind:
     """
     if not 0 <= accepted <= k:
         raise MemraError(f"rewind_amounts: accepted {accepted} must lie in 0..k = {k}")
-    return Rewind(
-        target=k - accepted, draft=max(0, k - 1 - accepted), lag=max(0, accepted + 1 - k)
-    )
+    return Rewind(target=k - accepted, draft=max(0, k - 1 - accepted), lag=max(0, accepted + 1 - k))
 
 
 def accept_greedy(drafts: Sequence[int], argmax: Sequence[int]) -> tuple[int, list[int]]:

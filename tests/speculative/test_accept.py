@@ -40,9 +40,9 @@ def test_brute_force_simulation():
                     drafts.append(token)
             target += [committed[-1], *drafts]
             accepted = rng.randint(0, k)
-            argmax = [
-                d if i < accepted else (d + 1) % 50 for i, d in enumerate(drafts)
-            ] + [rng.randrange(50)]
+            argmax = [d if i < accepted else (d + 1) % 50 for i, d in enumerate(drafts)] + [
+                rng.randrange(50)
+            ]
             got, new = accept_greedy(drafts, argmax)
             assert got == accepted and len(new) == accepted + 1
             amounts = rewind_amounts(k, got)
