@@ -1,0 +1,35 @@
+"""Run-time compilation: NVRTC for GPUs, the system's C++ compiler for the host device.
+
+``compile_source`` and ``compile_file`` give a :class:`CompiledImage`; ``Module`` loads it. Nothing
+here touches a GPU or loads NVRTC when it is imported.
+"""
+
+from .arch import DEFAULT_ARCHS
+from .cache import KernelCache, default_cache
+from .compiler import Job, compile_file, compile_many, compile_source
+from .image import CompiledImage
+from .logs import Resources
+from .module import Kernel, Module, Param
+from .options import CompileOptions
+from .signature import ParamDecl, Signature
+from .source import cuda_src_root, kernel_sources
+
+__all__ = [
+    "DEFAULT_ARCHS",
+    "CompileOptions",
+    "CompiledImage",
+    "Job",
+    "Kernel",
+    "KernelCache",
+    "Module",
+    "Param",
+    "ParamDecl",
+    "Resources",
+    "Signature",
+    "compile_file",
+    "compile_many",
+    "compile_source",
+    "cuda_src_root",
+    "default_cache",
+    "kernel_sources",
+]

@@ -1,0 +1,254 @@
+"""NVRTC, the run-time compiler. The only module that imports ``cuda.bindings.nvrtc``.
+
+Nothing is loaded before :func:`library` is first called. NVRTC works without a driver and without
+a GPU. The bindings release the interpreter's lock while it compiles, so threads compile in
+parallel.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import CompileError, ToolkitMismatch
+from ..paths import cache_root
+
+__all__ = ["Library", "Output", "compile_program", "library"]
+
+_REMEDY = (
+    "Install the compiler that fits the bindings: "
+    "pip install 'nvidia-cuda-nvrtc-cu12==12.9.*' 'cuda-python==12.9.*' "
+    "(or nvidia-cuda-nvrtc and cuda-python 13)"
+)
+
+
+@dataclass(frozen=True)
+class Library:
+    """The NVRTC library of this process.
+
+    Attributes
+    ----------
+    version : (int, int)
+    path : str
+        File that was loaded; ``""`` where the system does not tell.
+    digest : str
+        Hash of the library's content, its built-ins file included: two builds of one version
+        number are two compilers.
+    archs : tuple of int
+        Architectures it compiles for, as numbers (90, 100, …).
+    bindings : str
+        Version of ``cuda.bindings``.
+    """
+
+    version: tuple[int, int]
+    path: str
+    digest: str
+    archs: tuple[int, ...]
+    bindings: str
+
+    @property
+    def name(self) -> str:
+        """``"NVRTC 12.9"``."""
+        return f"NVRTC {self.version[0]}.{self.version[1]}"
+
+    @property
+    def families(self) -> bool:
+        """Whether the family targets (``sm_100f``) exist: from version 12.9 on."""
+        return self.version >= (12, 9)
+
+
+@dataclass(frozen=True)
+class Output:
+    """Result of one compilation.
+
+    Attributes
+    ----------
+    ok : bool
+    result : str
+        Name of NVRTC's result code.
+    data : bytes
+        The cubin or PTX; empty on failure.
+    log : str
+    lowered : dict of str to str
+        Name expression to symbol.
+    ms : float
+    """
+
+    ok: bool
+    result: str
+    data: bytes
+    log: str
+    lowered: dict[str, str]
+    ms: float
+
+
+@functools.cache
+def library() -> Library:
+    """Load NVRTC once and describe it.
+
+    Raises
+    ------
+    ToolkitMismatch
+        When the bindings or the library are not there, or do not fit together.
+    """
+    api = _api()
+    version = _call(api, "nvrtcVersion")
+    archs = _call(api, "nvrtcGetSupportedArchs")[0]
+    path = _loaded_path()
+    return Library(
+        (int(version[0]), int(version[1])),
+        path,
+        _library_digest(path) if path else "unknown",
+        tuple(int(a) for a in archs),
+        bindings_version(),
+    )
+
+
+def bindings_version() -> str:
+    """Version of the installed ``cuda.bindings``, ``"?"`` where there is none."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("cuda-bindings")
+    except metadata.PackageNotFoundError:
+        return "?"
+
+
+def compile_program(
+    text: str,
+    name: str,
+    headers: Sequence[tuple[str, str]],
+    flags: Sequence[str],
+    name_expressions: Sequence[str],
+    kind: str,
+) -> Output:
+    """Compile one program; a failed compilation is an :class:`Output` too.
+
+    Parameters
+    ----------
+    kind : str
+        ``"cubin"`` or ``"ptx"``: what to take from the result.
+    """
+    api = _api()
+    program = _call(
+        api,
+        "nvrtcCreateProgram",
+        text.encode(),
+        name.encode(),
+        len(headers),
+        [content.encode() for _, content in headers],
+        [header.encode() for header, _ in headers],
+    )[0]
+    try:
+        for expression in name_expressions:
+            _call(api, "nvrtcAddNameExpression", program, expression.encode())
+        start = time.perf_counter()
+        result = api.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])[0]
+        ms = (time.perf_counter() - start) * 1e3
+        log = _bytes(api, "ProgramLog", program).decode("utf-8", "replace").replace("\0", "")
+        if int(result) != 0:
+            return Output(False, result.name, b"", log.strip(), {}, ms)
+        lowered = {
+            expression: _call(api, "nvrtcGetLoweredName", program, expression.encode())[0].decode()
+            for expression in name_expressions
+        }
+        data = _bytes(api, {"cubin": "CUBIN", "ptx": "PTX"}[kind], program)
+        return Output(True, result.name, data, log.strip(), lowered, ms)
+    finally:
+        api.nvrtcDestroyProgram(program)
+
+
+@functools.cache
+def _api() -> Any:
+    try:
+        import cuda.bindings.nvrtc as api
+    except Exception as error:  # a broken binary fails in many ways
+        raise ToolkitMismatch(
+            f"the NVRTC bindings cannot be imported ({error}). {_REMEDY}",
+            bindings=bindings_version(),
+        ) from error
+    try:
+        api.nvrtcVersion()
+    except Exception as error:  # the loader's own error classes derive from RuntimeError
+        raise ToolkitMismatch(
+            f"the NVRTC library cannot be loaded ({_first_line(error)}). {_REMEDY}",
+            bindings=bindings_version(),
+        ) from error
+    return api
+
+
+def _call(api: Any, name: str, *args: Any) -> tuple[Any, ...]:
+    """Call a function of the bindings; the values behind its result code."""
+    result, *values = getattr(api, name)(*args)
+    if int(result) != 0:
+        raise CompileError(f"{name} failed with {result.name}")
+    return tuple(values)
+
+
+def _bytes(api: Any, what: str, program: Any) -> bytes:
+    size = int(_call(api, f"nvrtcGet{what}Size", program)[0])
+    content = bytearray(size)
+    # The bindings write into the object they are given; they ask for bytes.
+    holder = bytes(content)
+    if size:
+        _call(api, f"nvrtcGet{what}", program, holder)
+    return holder
+
+
+def _loaded_path() -> str:
+    try:
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        return str(load_nvidia_dynamic_lib("nvrtc").abs_path or "")
+    except Exception:
+        return ""
+
+
+def _library_digest(path: str) -> str:
+    """Hash the library and its built-ins; 0.2 s, so the answer is kept beside the cache.
+
+    The kept answer is bound to size, inode and both time stamps (the change time cannot be set by
+    a program), and only saves time: it is never asked whether a *source* is fresh.
+    """
+    folder = Path(path).resolve().parent
+    files = sorted({Path(path).resolve(), *folder.glob("libnvrtc-builtins*")})
+    identity = []
+    for file in files:
+        s = file.stat()
+        identity.append([str(file), s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns])
+    memo = cache_root() / "libraries" / f"nvrtc-{_hash(str(folder).encode())[:16]}.json"
+    try:
+        known = json.loads(memo.read_text())
+        if known["identity"] == identity:
+            return str(known["digest"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    whole = hashlib.blake2b(digest_size=20)
+    for file in files:
+        with open(file, "rb") as stream:
+            while block := stream.read(1 << 22):
+                whole.update(block)
+    digest = whole.hexdigest()
+    try:
+        memo.parent.mkdir(parents=True, exist_ok=True)
+        scratch = memo.with_suffix(f".{os.getpid()}.tmp")
+        scratch.write_text(json.dumps({"identity": identity, "digest": digest}))
+        os.replace(scratch, memo)
+    except OSError:
+        pass
+    return digest
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=20).hexdigest()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
