@@ -58,7 +58,16 @@ __all__ = [
 
 
 class MemraError(Exception):
-    """Base of all errors of this library."""
+    """Base of all errors of this library.
+
+    Attributes
+    ----------
+    result : str
+        Name of the driver's result code behind the error, e.g. ``"CUDA_ERROR_INVALID_VALUE"``;
+        empty where no driver call stands behind it.
+    """
+
+    result: str = ""
 
 
 class ClosedError(MemraError):

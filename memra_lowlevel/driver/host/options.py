@@ -1,0 +1,118 @@
+"""Settings of the host device."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+__all__ = ["HostOptions", "Order", "current_options", "host_options"]
+
+Order = Literal["forward", "reverse", "random"]
+_ORDERS = ("forward", "reverse", "random")
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """How the host device runs work.
+
+    Attributes
+    ----------
+    seed : int
+        Seed of all random choices.
+    order : str
+        Which of the operations that may run next runs next: ``"forward"`` (the oldest),
+        ``"reverse"`` (the newest) or ``"random"``.
+    thread_order : str
+        The same for the threads of a block inside a kernel.
+    workers : int
+        Operating-system threads that run the blocks of a kernel.
+    check : bool
+        Kernels are built and run with checks for races and uninitialised reads, and freed
+        stream-ordered memory is never reused, so that a late access is found.
+    n_devices : int
+        Number of host devices; read when the driver is made.
+    memory_bytes : int
+        Memory of each device; an allocation beyond it fails as on a GPU.
+    max_pending : int
+        Operations that may wait before an asynchronous call runs some of them.
+    """
+
+    seed: int = 0
+    order: Order = "random"
+    thread_order: Order = "forward"
+    workers: int = 1
+    check: bool = False
+    n_devices: int = 4
+    memory_bytes: int = 64 << 30
+    max_pending: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("order", "thread_order"):
+            if getattr(self, name) not in _ORDERS:
+                raise ValueError(f"{name} must be one of {_ORDERS}, not {getattr(self, name)!r}")
+        for name in ("workers", "n_devices", "max_pending", "memory_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+
+class _Holder:
+    def __init__(self) -> None:
+        self.options = HostOptions(workers=min(4, os.cpu_count() or 1))
+        self.generation = 0
+        self.lock = threading.Lock()
+
+    def set(self, options: HostOptions) -> None:
+        with self.lock:
+            self.options = options
+            self.generation += 1
+
+
+_HOLDER = _Holder()
+
+
+def current_options() -> HostOptions:
+    """Return the settings in force."""
+    return _HOLDER.options
+
+
+def options_generation() -> int:
+    """Count of changes; the scheduler reseeds itself when it moves."""
+    return _HOLDER.generation
+
+
+@contextlib.contextmanager
+def host_options(
+    *,
+    seed: int | None = None,
+    order: Order | None = None,
+    thread_order: Order | None = None,
+    workers: int | None = None,
+    check: bool | None = None,
+    memory_bytes: int | None = None,
+    max_pending: int | None = None,
+) -> Iterator[HostOptions]:
+    """Change settings of the host device inside a ``with`` block, for all threads.
+
+    Entering reseeds the random choices, so that the block can be repeated. Arguments left out
+    keep their value. See :class:`HostOptions` for their meaning.
+    """
+    before = _HOLDER.options
+    given = {
+        "seed": seed,
+        "order": order,
+        "thread_order": thread_order,
+        "workers": workers,
+        "check": check,
+        "memory_bytes": memory_bytes,
+        "max_pending": max_pending,
+    }
+    options = replace(before, **{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
+    _HOLDER.set(options)
+    try:
+        yield options
+    finally:
+        _HOLDER.set(before)
