@@ -1,0 +1,1 @@
+"""Programs on the library's public interface, each readable in one sitting."""
