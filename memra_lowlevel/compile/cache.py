@@ -83,8 +83,11 @@ class KernelCache:
         """File of a key."""
         return self.folder / f"{label}-{arch}-{key[:24]}{_SUFFIX}"
 
-    def get(self, key: str, label: str, arch: str) -> CompiledImage | None:
-        """Read an entry; None when it is absent, damaged or unreadable."""
+    def get(self, key: str, label: str, arch: str, *, quiet: bool = False) -> CompiledImage | None:
+        """Read an entry; None when it is absent, damaged or unreadable.
+
+        Damage gives one log line that names the file, unless ``quiet``.
+        """
         path = self.path_of(key, label, arch)
         try:
             image = decode(path.read_bytes())
@@ -94,7 +97,8 @@ class KernelCache:
         except FileNotFoundError:
             return None
         except Damage as damage:
-            log.warning("damaged cache file %s (%s): compiling again", path, damage)
+            if not quiet:
+                log.warning("damaged cache file %s (%s): compiling again", path, damage)
         except OSError as error:
             self._tell("read", error)
         return None
@@ -126,7 +130,7 @@ class KernelCache:
             return image
         with self._lock(key) as waited:
             if waited:
-                image = self.get(key, label, arch)
+                image = self.get(key, label, arch, quiet=True)
                 if image is not None:
                     return image
             image = build()

@@ -310,7 +310,7 @@ def compile_error(
     """Turn a failed compilation into the error that says the most."""
     errors = [d for d in found if d.severity == "error"]
     for problem in errors:
-        opened = re.search(r'cannot open source file "([^"]+)"', problem.message)
+        opened = re.search(r'(?:cannot|could not) open source file "([^"]+)"', problem.message)
         if opened is not None:
             missing = next((m for m in closure.missing if m.name == opened[1]), None)
             if missing is None:

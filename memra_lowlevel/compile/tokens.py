@@ -27,6 +27,7 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
+_SPLICED_WORD = re.compile(r"(?:[A-Za-z_]|\\\r?\n)+")
 _HEADER_NAME = re.compile(r'"(?P<quote>[^"\n]*)"|<(?P<angle>[^>\n]*)>')
 
 
@@ -133,8 +134,8 @@ def _directive_end(text: str, position: int) -> int:
 def _directive_word(text: str) -> tuple[str, int]:
     """Name of a directive and the offset behind it."""
     at = _skip_blank(text, 1)
-    found = re.compile(r"[A-Za-z_]+").match(text, at)
-    return (found.group(), found.end()) if found else ("", at)
+    found = _SPLICED_WORD.match(text, at)
+    return (re.sub(r"\\\r?\n", "", found.group()), found.end()) if found else ("", at)
 
 
 def _skip_blank(text: str, at: int) -> int:
