@@ -96,7 +96,7 @@ class Workspace:
     def __init__(self, model: Model, n_rows_max: int):
         config, layers = model.config, model.layers
         n = self.n_rows_max = n_rows_max
-        projections = [p for l in layers for p in (l.qkv, l.out, l.gate_up, l.down)]
+        projections = [p for x in layers for p in (x.qkv, x.out, x.gate_up, x.down)]
         columns = {
             "h": config.width,
             "x": config.width,

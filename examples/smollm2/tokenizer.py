@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import functools
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from memra_lowlevel.errors import ModelError, TokenError
@@ -102,7 +103,7 @@ class Tokenizer:
                 "this model has no chat template of the ChatML kind (<|im_start|> … <|im_end|>); "
                 "give the prompt without --chat"
             )
-        head, opening, rest = template.partition("'<|im_start|>system\n")
+        _, opening, rest = template.partition("'<|im_start|>system\n")
         if opening and messages[0]["role"] != "system":  # the system message that it falls back to
             messages = [{"role": "system", "content": rest.partition("<|im_end|>")[0]}, *messages]
         turns = [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages]
@@ -208,7 +209,7 @@ class BpeTokenizer(Tokenizer):
     def _merge(self, word: str) -> tuple[int, ...]:
         parts = list(word)
         while len(parts) > 1:
-            ranks = [self._rank.get(pair, 1 << 30) for pair in zip(parts, parts[1:], strict=False)]
+            ranks = [self._rank.get(pair, 1 << 30) for pair in pairwise(parts)]
             best = min(ranks)
             if best == 1 << 30:
                 break

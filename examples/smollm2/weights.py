@@ -164,7 +164,8 @@ def read_gguf(path: str | Path) -> Weights:
     except ImportError as error:
         raise ModelError(
             "Reading a GGUF file needs the package gguf, which is not installed "
-            f"({error}). Install the extra: pip install 'memra-lowlevel[demo]', or use --model tiny."
+            f"({error}). Install the extra, pip install 'memra-lowlevel[demo]', "
+            "or use --model tiny."
         ) from error
     try:
         reader = GGUFReader(path)
@@ -200,8 +201,8 @@ def _config(path: Path, metadata: dict[str, Any], shapes: dict[str, tuple[int, .
         value = metadata.get(f"llama.{key}", default)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
             raise ModelError(
-                f"{path}: the entry llama.{key} is {value!r}, a positive number is needed; the file "
-                f"is damaged or incomplete. {ALTERNATIVES}"
+                f"{path}: the entry llama.{key} is {value!r}, a positive number is needed; the "
+                f"file is damaged or incomplete. {ALTERNATIVES}"
             )
         return value
 
@@ -260,8 +261,8 @@ def _check(path: Path, config: Config, tensors: dict[str, Tensor]) -> None:
     unknown = sorted(set(tensors) - set(required) - set(OPTIONAL_TENSORS))
     if unknown:
         raise ModelError(
-            f"{path}: the tensors {', '.join(unknown[:4])}{' …' if len(unknown) > 4 else ''} belong "
-            f"to no plain Llama block; ignoring them would give wrong tokens. {ALTERNATIVES}"
+            f"{path}: the tensors {', '.join(unknown[:4])}{' …' if len(unknown) > 4 else ''} "
+            f"belong to no plain Llama block; ignoring them would give wrong tokens. {ALTERNATIVES}"
         )
     for name, tensor in tensors.items():
         if len(tensor.shape) == 2 and tensor.shape[1] % 32:

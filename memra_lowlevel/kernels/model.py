@@ -5,7 +5,8 @@ of it may be captured. Buffers may be longer than the rows used. Row r of n gets
 would get alone.
 
 A product leaves *partial sums*, ``parts`` f32[n_chunks, n_rows, width], one per chunk of columns
-(``TiledMatrix.n_parts``); the kernel that reads them adds them in order. With one chunk they are the product.
+(``TiledMatrix.n_parts``); the kernel that reads them adds them in order. With one chunk they are
+the product.
 """
 
 from __future__ import annotations
