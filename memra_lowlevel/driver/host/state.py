@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal, NoReturn, TypeVar
 
 from ...errors import MemraError
 from .. import legality
@@ -180,28 +180,31 @@ class HostState(DriverBase):
         ]
 
     def _gate(self, call: str) -> None:
-        """Refuse a call that a capture under way forbids, as the rule of the table says."""
+        """Refuse a call that a capture under way prohibits, as the table says."""
         if not self._captures:
             return
         answer = legality.rule(call).nearby
-        if answer is None:
+        if answer.result == legality.OK:
             return
         nearby = self._nearby()
         if nearby:
-            if answer.invalidates:
-                self._invalidate(nearby, call, answer.result)
-            raise self._error(answer.result, call, legality.rule(call).why)
+            self._refuse(answer, nearby, call)
 
     def _refuse_named(self, capture: Capture, call: str, stream: int = 0) -> None:
-        """Refuse a call that names a capturing stream or a captured event, if the table says so."""
+        """Refuse a call that names a capturing stream or a captured event, as the table says."""
         answer = legality.rule(call).named
-        if answer is None:
-            return
-        if capture.invalidated and answer.after_invalid:
-            raise self._error(answer.after_invalid, call, stream=stream)
+        if answer.at(capture.invalidated) != legality.OK:
+            self._refuse(answer, [capture], call, stream)
+
+    def _refuse(
+        self, answer: legality.Answer, captures: list[Capture], call: str, stream: int = 0
+    ) -> NoReturn:
+        result = answer.at(all(c.invalidated for c in captures))
         if answer.invalidates:
-            self._invalidate([capture], call, answer.result)
-        raise self._error(answer.result, call, legality.rule(call).why, stream=stream)
+            self._invalidate(captures, call, result)
+        r = legality.rule(call)
+        detail = f"{r.why}; {r.remedy}" if r.why and result != legality.INVALIDATED else ""
+        raise self._error(result, call, detail, stream=stream)
 
     # -- synchronisation -----------------------------------------------------------------------
     def _raise_errors(self, device: int, call: str) -> None:
