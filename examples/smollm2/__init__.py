@@ -11,8 +11,8 @@ from .weights import Config, Weights
 
 __all__ = [
     "Config",
-    "Model",
     "GreedyStep",
+    "Model",
     "Session",
     "Tokenizer",
     "Weights",

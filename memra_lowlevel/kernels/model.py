@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
-from ..runtime.launch import launch
-from ..runtime.options import LaunchConfig
+from ..runtime import LaunchConfig, launch
 from . import registry
 from .model_tiles import TILE_FORMATS, chunk_blocks, tile_rows
 
