@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from memra_lowlevel.cache import Cache
 from memra_lowlevel.errors import CapacityExceeded, ModelError, TokenError
 
-from .model import KvPlane, Model, Workspace
+from .model import Model, Workspace
 
 if TYPE_CHECKING:
-    from memra_lowlevel.cache import Planes
+    from memra_lowlevel.cache import KvLayer
     from memra_lowlevel.graph import GraphExec
     from memra_lowlevel.runtime import Buffer, Stream
 
@@ -28,17 +29,27 @@ class Session:
     Attributes
     ----------
     model : Model
-    planes : Planes
+    planes : Cache
         All planes of the sequence, which move together.
-    kv_layers : sequence of KvPlane
-        The same planes, one per layer.
     ws : Workspace
     """
 
     model: Model
-    planes: Planes
-    kv_layers: Sequence[KvPlane]
+    planes: Cache
     ws: Workspace
+
+    @classmethod
+    def allocate(
+        cls, model: Model, stream: Stream, max_ctx: int, *, n_rows_max: int = PRIME_ROWS
+    ) -> Session:
+        """Make the planes of up to ``max_ctx`` positions and the activations of some rows."""
+        planes = Cache(model.device, stream, model.config.plan, max_ctx, name=model.name)
+        return cls(model, planes, model.workspace(n_rows_max))
+
+    @property
+    def kv_layers(self) -> Sequence[KvLayer]:
+        """The plane of each layer."""
+        return tuple(self.planes.planes())
 
     def forward(self, stream: Stream, tokens: Buffer, n_rows: int, argmax: Buffer) -> None:
         """Launch the model over rows at the planes' length; greedy tokens go to ``argmax``."""
@@ -64,6 +75,11 @@ class Session:
             self.ws.tok_d.view(0, (len(rows),), np.uint32).copy_from(stream, rows)
             self.model.forward(stream, self.ws, self.kv_layers, len(rows), head=False)
             self.planes.advance(stream, len(rows))
+
+    def close(self) -> None:
+        """Give planes and activations back; the model stays."""
+        self.planes.close()
+        self.ws.close()
 
     def check(self, tokens: Sequence[int]) -> None:
         """Refuse tokens outside the vocabulary before they are embedded."""

@@ -158,6 +158,7 @@ class Model:
                 f"{self.name}: {self.tokenizer.n_vocab} tokens but {self.config.n_vocab} rows in "
                 "token_embd.weight; the file is damaged or was cut. Fetch it again."
             )
+        ops.prepare(device, {t.format for t in weights.tensors.values() if len(t.shape) == 2})
         self.layers = [Layer(device, stream, weights, i) for i in range(self.config.n_layers)]
         self.output_norm = device.from_numpy(weights["output_norm.weight"].rows, stream)
         table = weights["token_embd.weight"]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from memra_lowlevel.cache.plan import KvCache, LayerPlan, ModelPlan
 from memra_lowlevel.errors import ModelError
 from memra_lowlevel.kernels.model_tiles import TILE_FORMATS
 
@@ -59,6 +60,12 @@ class Config:
     def kv_dim(self) -> int:
         """Columns of the key, and of the value, of one row."""
         return self.n_kv_heads * self.head_dim
+
+    @property
+    def plan(self) -> ModelPlan:
+        """What the model asks of its cache: a full-attention plane per layer."""
+        layer = LayerPlan(KvCache(), self.kv_dim, self.kv_dim, self.head_dim, self.head_dim)
+        return ModelPlan((layer,) * self.n_layers)
 
 
 @dataclass(frozen=True)

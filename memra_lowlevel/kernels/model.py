@@ -11,14 +11,15 @@ the product.
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import ArgumentError
-from ..runtime import LaunchConfig, launch
+from ..runtime.launch import LaunchConfig, launch
 from . import registry
 from .model_tiles import TILE_FORMATS, chunk_blocks, tile_rows
+from .registry import KernelSpec, Tolerance
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,12 +34,80 @@ __all__ = [
     "argmax_rows",
     "embed_rows",
     "matmul_rows",
+    "prepare",
     "split_rope",
     "swiglu",
 ]
 
 #: Instances of ``matmul_rows`` by rows taken at a time: one, a short draft, a draft of 16.
 ROWS_AT_ONCE = (1, 4, 17)
+
+_TILES = tuple(f.tile for f in TILE_FORMATS.values())
+_ROUNDING = "f32 sums in a fixed order; "
+
+registry.register(
+    KernelSpec(
+        name="matmul_rows",
+        source="model/matmul.cu",
+        entry="matmul_rows<{tile}, {rows}>",
+        instances=tuple({"tile": t, "rows": r} for t in _TILES for r in ROWS_AT_ONCE),
+        oracle="memra_lowlevel.reference.model:matmul_rows",
+        tolerance=Tolerance("relative", 2e-6, _ROUNDING + "relative to the sum of |w x|"),
+        edges=("1 to 17 rows and more", "one output", "a last tile that is not full",
+               "one block of columns", "a chunk that is not full", "non-finite scales"),
+        hot=True,
+        same_bits=True,
+    ),
+    KernelSpec(
+        name="embed_rows",
+        source="model/embed.cu",
+        entry="embed_rows<{tile}>",
+        instances=tuple({"tile": t} for t in _TILES),
+        oracle="memra_lowlevel.reference.model:embed_rows",
+        tolerance=Tolerance("absolute", 4e-7, "one rounding of code * scale + offset near 1"),
+        edges=("first and last token", "a token twice", "a token outside the table"),
+        hot=True,
+        same_bits=True,
+    ),
+    KernelSpec(
+        name="add_norm",
+        source="model/norm.cu",
+        entry="add_norm",
+        oracle="memra_lowlevel.reference.model:add_norm",
+        tolerance=Tolerance("relative", 2e-6, _ROUNDING + "relative to 1 + |value|"),
+        edges=("no parts", "widths around 256", "a row of NaN among others"),
+        hot=True,
+        same_bits=True,
+    ),
+    KernelSpec(
+        name="split_rope",
+        source="model/rope.cu",
+        entry="split_rope",
+        oracle="memra_lowlevel.reference.model:split_rope",
+        tolerance=Tolerance("relative", 1e-6, _ROUNDING + "relative to 1 + |value|"),
+        edges=("position 0", "positions past the table", "part of a head rotated"),
+        hot=True,
+        same_bits=True,
+    ),
+    KernelSpec(
+        name="swiglu",
+        source="model/swiglu.cu",
+        entry="swiglu",
+        oracle="memra_lowlevel.reference.model:swiglu",
+        tolerance=Tolerance("relative", 1e-6, _ROUNDING + "expf; relative to 1 + |gate * up|"),
+        edges=("very large and very small gates",),
+        hot=True,
+    ),
+    KernelSpec(
+        name="argmax_rows",
+        source="model/argmax.cu",
+        entry="argmax_rows",
+        oracle="memra_lowlevel.reference.model:argmax_rows",
+        tolerance=Tolerance("bitwise", 0.0, "ids are exact; probabilities to 2e-5 (expf, f32 sum)"),
+        edges=("ties", "NaN", "all NaN", "infinities", "+-0", "one column", "last column"),
+        hot=True,
+    ),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -271,13 +340,33 @@ def argmax_rows(
     )  # fmt: skip
 
 
+def prepare(device: Device, formats: Iterable[str]) -> None:
+    """Load the kernels for weights of these formats, one compilation per source.
+
+    Without it each instance is compiled at its first launch, which cannot be in a capture.
+    """
+    tiles = [TILE_FORMATS[f].tile for f in formats]
+    registry.kernels(
+        device,
+        [
+            *(("matmul_rows", {"tile": t, "rows": r}) for t in tiles for r in ROWS_AT_ONCE),
+            *(("embed_rows", {"tile": t}) for t in tiles),
+            *((name, {}) for name in ("add_norm", "split_rope", "swiglu", "argmax_rows")),
+        ],
+    )
+
+
+def _kernel(device: Device, name: str, tile: str = "", rows: int = 0) -> Kernel:
+    key = (name, tile, rows)
+    found: Kernel | None = device.memo.get(key)
+    if found is None:
+        template = {k: v for k, v in (("tile", tile), ("rows", rows)) if v}
+        found = device.memo[key] = registry.kernel(device, name, **template)
+    return found
+
+
 def _tile(matrix: TiledMatrix) -> str:
     return TILE_FORMATS[matrix.format].tile
-
-
-@functools.cache
-def _kernel(device: Device, name: str, **template: Any) -> Kernel:
-    return registry.kernel(device, name, **template)
 
 
 def _need(kernel: str, name: str, buffer: Buffer, n_elements: int) -> None:
