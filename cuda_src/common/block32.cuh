@@ -1,0 +1,284 @@
+// Cache rows in blocks of 32 elements: the byte layouts, one reader and one writer per format.
+//
+//   format  bytes  layout (offset: content), little endian
+//   F32     128    0: f32 x[32]
+//   F16      64    0: f16 x[32]
+//   BF16     64    0: bf16 x[32]
+//   Q8_0     34    0: f16 d   2: i8 qs[32]                             value d * q
+//   Q5_1     24    0: f16 d   2: f16 m   4: u32 qh   8: u8 qs[16]      value d * q + m
+//   Q4_0     18    0: f16 d   2: u8 qs[16]                             value d * (q - 8)
+//   E4M3     32    0: u8 x[32]
+//
+// A nibble byte i holds element i in its low half and element i + 16 in its high half; bit j of qh
+// is bit 4 of element j. Blocks follow each other without padding, so a Q8_0 or Q4_0 block is only
+// 2-byte aligned.
+//
+// The unit of work is a quarter of a block, 8 elements in two runs of 4, that one thread reads or
+// writes: runs start at elements quarter_low<F>(g) and quarter_high<F>(g), g = 0 ... 3. Four
+// neighbouring threads therefore touch neighbouring bytes. A writer scans all 32 elements of its
+// block for the scale; that is cheaper than asking its neighbours, and the same on both devices.
+#pragma once
+#include "common/convert.cuh"
+
+constexpr int F32 = 0;
+constexpr int F16 = 1;
+constexpr int BF16 = 2;
+constexpr int Q8_0 = 3;
+constexpr int Q5_1 = 4;
+constexpr int Q4_0 = 5;
+constexpr int E4M3 = 6;
+
+constexpr int BLOCK_ELEMENTS = 32;
+constexpr int BLOCK_QUARTERS = 4;
+
+template <int F>
+__device__ __forceinline__ constexpr int block_bytes() {
+    return F == F32    ? 128
+           : F == F16  ? 64
+           : F == BF16 ? 64
+           : F == Q8_0 ? 34
+           : F == Q5_1 ? 24
+           : F == Q4_0 ? 18
+                       : 32;
+}
+
+template <int F>
+__device__ __forceinline__ constexpr bool has_nibbles() {
+    return F == Q5_1 || F == Q4_0;
+}
+template <int F>
+__device__ __forceinline__ int quarter_low(int g) {
+    return has_nibbles<F>() ? 4 * g : 8 * g;
+}
+template <int F>
+__device__ __forceinline__ int quarter_high(int g) {
+    return has_nibbles<F>() ? 4 * g + 16 : 8 * g + 4;
+}
+
+// -- reading ------------------------------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t load_u16(const uint8_t* p) {
+    return *reinterpret_cast<const uint16_t*>(p);
+}
+__device__ __forceinline__ uint32_t load_two_u16(const uint8_t* p) {
+    return load_u16(p) | load_u16(p + 2) << 16;
+}
+
+// Byte i of a word as the float byte - bias. Exact, so both bodies give the same bits.
+__device__ __forceinline__ float byte_value(uint32_t word, int i, float bias) {
+#if MEMRA_CUDA
+    // Put under the exponent of 2^23: one permute and one add; conversions run at a quarter of that.
+    return __uint_as_float(__byte_perm(word, 0x4B000000u, 0x7650u | i)) - (8388608.0f + bias);
+#else
+    return float(int32_t(word >> 8 * i & 0xFFu)) - bias;
+#endif
+}
+
+// The 8 elements of quarter g of a block, low run first.
+template <int F>
+__device__ __forceinline__ void read_quarter(const uint8_t* block, int g, float* x) {
+    if constexpr (F == F32) {
+        const float4* from = reinterpret_cast<const float4*>(block) + 2 * g;
+        const float4 a = from[0], b = from[1];
+        x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w;
+        x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+    } else if constexpr (F == F16 || F == BF16) {
+        const uint4 v = *(reinterpret_cast<const uint4*>(block) + g);
+        const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const uint16_t bits = uint16_t(words[i / 2] >> 16 * (i % 2));
+            x[i] = F == F16 ? f16_to_f32(bits) : bf16_to_f32(bits);
+        }
+    } else if constexpr (F == E4M3) {
+        const uint2 v = *(reinterpret_cast<const uint2*>(block) + g);
+        const uint32_t words[2] = {v.x, v.y};
+#pragma unroll
+        for (int i = 0; i < 8; i++) x[i] = e4m3_to_f32(uint8_t(words[i / 4] >> 8 * (i % 4)));
+    } else if constexpr (F == Q8_0) {
+        const float d = f16_to_f32(uint16_t(load_u16(block)));
+        const uint8_t* qs = block + 2 + 8 * g;
+        const uint32_t words[2] = {load_two_u16(qs), load_two_u16(qs + 4)};
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            x[i] = d * byte_value(words[i / 4] ^ 0x80808080u, i % 4, 128.0f);
+    } else if constexpr (F == Q5_1) {
+        const uint2 head = *reinterpret_cast<const uint2*>(block);
+        const uint32_t nibbles = *(reinterpret_cast<const uint32_t*>(block + 8) + g);
+        const float d = f16_to_f32(uint16_t(head.x));
+        const float m = f16_to_f32(uint16_t(head.x >> 16));
+        const uint32_t halves[2] = {nibbles & 0x0F0F0F0Fu, nibbles >> 4 & 0x0F0F0F0Fu};
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            // Bits 4g.. and 16 + 4g.. of qh, spread to bit 4 of each byte.
+            const uint32_t high = head.y >> (4 * g + 16 * (i / 4) + i % 4) & 1u;
+            const float q = byte_value(halves[i / 4], i % 4, 0.0f) + (high ? 16.0f : 0.0f);
+            x[i] = __fadd_rn(__fmul_rn(d, q), m);
+        }
+    } else {
+        const float d = f16_to_f32(uint16_t(load_u16(block)));
+        const uint32_t nibbles = load_two_u16(block + 2 + 4 * g);
+        const uint32_t halves[2] = {nibbles & 0x0F0F0F0Fu, nibbles >> 4 & 0x0F0F0F0Fu};
+#pragma unroll
+        for (int i = 0; i < 8; i++) x[i] = d * byte_value(halves[i / 4], i % 4, 8.0f);
+    }
+}
+
+// -- writing ------------------------------------------------------------------------------------
+
+__device__ __forceinline__ bool is_finite(float x) {
+    return (__float_as_uint(x) & 0x7F800000u) != 0x7F800000u;
+}
+
+// 1 / d, or 0 where that is no finite number.
+__device__ __forceinline__ float reciprocal_or_zero(float d) {
+    const float inverse = 1.0f / d;
+    return is_finite(inverse) ? inverse : 0.0f;
+}
+
+// What a block has in common: the float32 scale, its reciprocal and, in Q5_1, the minimum.
+struct BlockScale {
+    float d, id, m;
+    bool poison;  // an element or the scale is not finite
+};
+
+template <int F>
+__device__ __forceinline__ BlockScale block_scale(const float4* x) {
+    BlockScale s = {0.0f, 0.0f, 0.0f, false};
+    if constexpr (F == Q8_0 || F == Q4_0) {
+        uint32_t largest = 0;  // as an integer, so that NaN is above everything
+        float attained = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const float4 v = x[i];
+            const float values[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const uint32_t magnitude = __float_as_uint(values[j]) & 0x7FFFFFFFu;
+                if (F == Q4_0 && (magnitude > largest || i + j == 0)) attained = values[j];
+                largest = magnitude > largest ? magnitude : largest;
+            }
+        }
+        s.d = F == Q8_0 ? __uint_as_float(largest) / 127.0f : attained / -8.0f;
+        s.poison = largest >= 0x7F800000u;
+    } else if constexpr (F == Q5_1) {
+        float low = x[0].x, high = x[0].x;
+        bool nan = false;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const float4 v = x[i];
+            const float values[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                low = values[j] < low ? values[j] : low;  // of equal ones the first: its zero's sign
+                high = values[j] > high ? values[j] : high;
+                nan |= values[j] != values[j];
+            }
+        }
+        s.m = low;
+        s.d = (high - low) / 31.0f;
+        s.poison = nan || !is_finite(s.d);
+    }
+    s.id = reciprocal_or_zero(s.d);
+    return s;
+}
+
+__device__ __forceinline__ uint32_t code_q8_0(float x, float id) {
+    const float scaled = __fmul_rn(x, id);
+    const float magnitude = fabsf(scaled);
+    int32_t q = int32_t(magnitude);
+    q += magnitude - float(q) >= 0.5f;  // halves away from zero; the difference is exact
+    q = q > 127 ? 127 : q;
+    return uint32_t(scaled < 0.0f ? -q : q) & 0xFFu;
+}
+__device__ __forceinline__ uint32_t code_q5_1(float x, float m, float id) {
+    const int32_t q = int32_t(__fadd_rn(__fmul_rn(__fsub_rn(x, m), id), 0.5f));
+    return uint32_t(q > 31 ? 31 : q);
+}
+__device__ __forceinline__ uint32_t code_q4_0(float x, float id) {
+    const int32_t q = int32_t(__fadd_rn(__fmul_rn(x, id), 8.5f));
+    return uint32_t(q > 15 ? 15 : q);
+}
+
+__device__ __forceinline__ void store_u16(uint8_t* p, uint32_t bits) {
+    *reinterpret_cast<uint16_t*>(p) = uint16_t(bits);
+}
+__device__ __forceinline__ void store_two_u16(uint8_t* p, uint32_t word) {
+    store_u16(p, word);
+    store_u16(p + 2, word >> 16);
+}
+
+// Writes quarter g of the block of x[32] (16-byte aligned); block null: writes nothing.
+// Returns whether something of it is, or reads back as, no finite number.
+template <int F>
+__device__ __forceinline__ bool write_quarter(const float* x, uint8_t* block, int g) {
+    const float4* all = reinterpret_cast<const float4*>(x);
+    const float4 a = all[quarter_low<F>(g) / 4], b = all[quarter_high<F>(g) / 4];
+    const float own[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    bool bad = false;
+    if constexpr (F == F32) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) bad |= !is_finite(own[i]);
+        if (block == nullptr) return bad;
+        reinterpret_cast<float4*>(block)[2 * g] = a;
+        reinterpret_cast<float4*>(block)[2 * g + 1] = b;
+    } else if constexpr (F == F16 || F == BF16) {
+        constexpr uint32_t infinity = F == F16 ? 0x7C00u : 0x7F80u;
+        uint32_t words[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const uint32_t bits = F == F16 ? f32_to_f16(own[i]) : f32_to_bf16(own[i]);
+            bad |= (bits & infinity) == infinity;
+            words[i / 2] |= bits << 16 * (i % 2);
+        }
+        if (block == nullptr) return bad;
+        reinterpret_cast<uint4*>(block)[g] = make_uint4(words[0], words[1], words[2], words[3]);
+    } else if constexpr (F == E4M3) {
+        uint32_t words[2] = {0, 0};
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            bad |= !is_finite(own[i]);
+            words[i / 4] |= uint32_t(f32_to_e4m3(own[i])) << 8 * (i % 4);
+        }
+        if (block == nullptr) return bad;
+        reinterpret_cast<uint2*>(block)[g] = make_uint2(words[0], words[1]);
+    } else {
+        const BlockScale s = block_scale<F>(all);
+        const uint32_t d = s.poison ? 0x7E00u : f32_to_f16(s.d);
+        const uint32_t m = s.poison ? 0x7E00u : f32_to_f16(s.m);
+        bad = (d & 0x7C00u) == 0x7C00u || (m & 0x7C00u) == 0x7C00u;
+        if (block == nullptr) return bad;
+        if constexpr (F == Q8_0) {
+            uint32_t words[2] = {0, 0};
+#pragma unroll
+            for (int i = 0; i < 8; i++) words[i / 4] |= code_q8_0(own[i], s.id) << 8 * (i % 4);
+            if (g == 0) store_u16(block, d);
+            store_two_u16(block + 2 + 8 * g, s.poison ? 0u : words[0]);
+            store_two_u16(block + 6 + 8 * g, s.poison ? 0u : words[1]);
+        } else {
+            uint32_t nibbles = 0;
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                const uint32_t q =
+                    F == Q5_1 ? code_q5_1(own[i], s.m, s.id) : code_q4_0(own[i], s.id);
+                nibbles |= (q & 15u) << (8 * (i % 4) + 4 * (i / 4));
+            }
+            if (s.poison) nibbles = 0;
+            if constexpr (F == Q5_1) {
+                // Byte g of qh belongs to elements 8g ... 8g + 7, not to the own runs.
+                const float4 c = all[2 * g], e = all[2 * g + 1];
+                const float column[8] = {c.x, c.y, c.z, c.w, e.x, e.y, e.z, e.w};
+                uint32_t high = 0;
+#pragma unroll
+                for (int i = 0; i < 8; i++) high |= code_q5_1(column[i], s.m, s.id) >> 4 << i;
+                if (g == 0) *reinterpret_cast<uint32_t*>(block) = d | m << 16;
+                block[4 + g] = s.poison ? uint8_t(0) : uint8_t(high);
+                *reinterpret_cast<uint32_t*>(block + 8 + 4 * g) = nibbles;
+            } else {
+                if (g == 0) store_u16(block, d);
+                store_two_u16(block + 2 + 4 * g, nibbles);
+            }
+        }
+    }
+    return bad;
+}

@@ -1,0 +1,1 @@
+"""Typed launches of the kernels in ``cuda_src``, one module per family."""

@@ -1,0 +1,388 @@
+"""Decode attention over quantised planes (``cuda_src/kv/attend.cu``), class ``exact``.
+
+Two launches: partial results per chunk of keys, then their combination. Both read the lengths from
+device memory; their grids and the workspace depend on the capacity of the plane and on the device
+only, so that a captured launch serves every length.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..errors import ArgumentError, FormatUnsupported
+from ..formats import FORMATS, Format
+from ..runtime.launch import LaunchConfig, launch
+from . import registry
+from .registry import KernelSpec, Tolerance
+
+if TYPE_CHECKING:
+    from ..compile import Kernel
+    from ..runtime import Buffer, Device, Stream
+
+__all__ = [
+    "HEAD_DIMS",
+    "MAX_GROUP",
+    "attend",
+    "check_supported",
+    "chunk_begin",
+    "chunk_of",
+    "prepare",
+    "workspace_bytes",
+]
+
+HEAD_DIMS = (64, 96, 128, 256, 512)
+"""Head sizes with a kernel; K and V may differ."""
+
+MAX_GROUP = 16
+"""Query heads that may share one kv head."""
+
+CLASSES = ("exact",)
+"""Numeric classes; see the registry."""
+
+_THREADS = 128
+
+registry.register(
+    KernelSpec(
+        name="attend_partial",
+        source="kv/attend.cu",
+        entry="attend_partial<{k_format}, {v_format}, {head_dim}, {head_dim_v}, {queries}>",
+        instances=tuple(
+            {
+                "k_format": "Q8_0", "v_format": "Q5_1",
+                "head_dim": d, "head_dim_v": d, "queries": queries,
+            }
+            for d in (64, 96, 128, 256)
+            for queries in (4, 16)
+        ),
+        oracle="memra_lowlevel.reference.attend:attend",
+        tolerance=Tolerance(
+            "relative", 1e-5,
+            "f32 scores, weights and sums over at most some 100,000 keys, against float64 over the "
+            "decoded cache; exp2f differs by 2 ulp between devices",
+        ),
+        edges=(
+            "no key", "one key", "tile and chunk edges", "masked row", "window", "ring base",
+            "counted", "group 1 to 16", "NaN in another row's key", "poisoned workspace",
+            "sinks", "softcap", "capacity", "table of sequences",
+        ),
+        hot=True,
+    ),
+    KernelSpec(
+        name="attend_combine",
+        source="kv/attend.cu",
+        entry="attend_combine<{head_dim_v}>",
+        instances=tuple({"head_dim_v": d} for d in (64, 96, 128, 256)),
+        oracle="memra_lowlevel.reference.attend:attend",
+        tolerance=Tolerance("relative", 1e-5, "as attend_partial"),
+        edges=("no chunk", "one chunk", "workspace too small", "sinks", "log-sum-exp"),
+        hot=True,
+    ),
+)  # fmt: skip
+
+
+def attend(
+    stream: Stream,
+    q: Buffer,
+    k_plane: Buffer | None,
+    v_plane: Buffer | None,
+    out: Buffer,
+    *,
+    len_d: Buffer | None,
+    k_format: Format,
+    v_format: Format,
+    rows: int,
+    n_kv_heads: int,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    workspace: Buffer,
+    base_d: Buffer | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    sinks: Buffer | None = None,
+    softcap: float | None = None,
+    lse: Buffer | None = None,
+    counted: bool = False,
+    numeric: str = "exact",
+    table: Buffer | None = None,
+) -> None:
+    """Attend n rows: row r sees the keys below ``len + r + 1``.
+
+    Parameters
+    ----------
+    stream : Stream
+    q, out : Buffer
+        f32 ``[n, n_heads, head_dim]`` and ``[n, n_heads, head_dim_v]``. A row without keys gives 0.
+    k_plane, v_plane : Buffer
+        u8, at least ``rows`` rows. None with a table.
+    len_d : Buffer
+        i32[1]. None with a table.
+    k_format, v_format : Format
+    rows : int
+        Rows that the planes hold.
+    n_kv_heads, head_dim, head_dim_v : int
+    workspace : Buffer
+        f32, at least :func:`workspace_bytes`; its content is never read before it is written.
+    base_d : Buffer, optional
+        i32[1]: absolute row that row 0 of a ring holds.
+    window : int, optional
+        Newest keys that a row sees; None: all.
+    scale : float, optional
+        Default ``head_dim ** -0.5``.
+    sinks : Buffer, optional
+        f32 ``[n_heads]``: a logit per head that takes weight and has no value.
+    softcap : float, optional
+        Scores become ``softcap * tanh(score / softcap)``.
+    lse : Buffer, optional
+        f32 ``[n, n_heads]``: log of the sum of exp(score), a sink included; -inf without any.
+    counted : bool
+        ``len_d`` already counts the n rows: row r sees ``len - n + r + 1``.
+    numeric : str
+        Numeric class.
+    table : Buffer, optional
+        u64 ``[n, 5]``: planes and counters of each row's sequence, as in ``kv_append.append``.
+
+    Raises
+    ------
+    FormatUnsupported
+        No kernel for this head size, group or numeric class; names the nearest.
+    ArgumentError
+        A shape does not fit. Nothing was launched in either case.
+    """
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    if len(q.shape) != 3 or q.shape[2] != head_dim or q.shape[1] % n_kv_heads or q.ptr % 16:
+        raise _refused("q", f"f32 [n, multiple of {n_kv_heads}, {head_dim}]", str(q.shape))
+    n_rows, n_heads = q.shape[0], q.shape[1]
+    group = n_heads // n_kv_heads
+    if out.shape != (n_rows, n_heads, head_dim_v):
+        raise _refused("out", f"f32 {(n_rows, n_heads, head_dim_v)}", str(out.shape))
+    check_supported(
+        stream.device, k_format, v_format, head_dim, head_dim_v, group=group, numeric=numeric
+    )
+    window = window or 0
+    plan = _plan(
+        n_rows, n_kv_heads, group, head_dim, head_dim_v, rows, window, base_d is not None,
+        table is not None, stream.device.limits.n_sms, stream.device.kind,
+    )  # fmt: skip
+    if table is None:
+        if k_plane is None or v_plane is None or len_d is None:
+            raise _refused("planes and len_d", "given unless there is a table", "None")
+        for name, plane, fmt, d in (
+            ("k_plane", k_plane, k_format, head_dim),
+            ("v_plane", v_plane, v_format, head_dim_v),
+        ):
+            need = rows * fmt.row_bytes(n_kv_heads * d)
+            if plane.n_bytes < need:
+                raise _refused(name, f"at least {need} bytes ({rows} rows)", f"{plane.n_bytes}")
+    elif table.n_bytes < n_rows * 40:
+        raise _refused("table", f"u64[{n_rows}, 5]", f"{table.n_bytes} bytes")
+    if workspace.n_bytes < plan.workspace_bytes:
+        raise _refused(
+            "workspace", f"at least {plan.workspace_bytes} bytes (workspace_bytes)",
+            f"{workspace.n_bytes}",
+        )  # fmt: skip
+    if sinks is not None and sinks.n_bytes < 4 * n_heads:
+        raise _refused("sinks", f"f32[{n_heads}]", str(sinks.shape))
+    if lse is not None and lse.n_bytes < 4 * n_rows * n_heads:
+        raise _refused("lse", f"f32[{n_rows}, {n_heads}]", str(lse.shape))
+    if n_rows == 0:
+        return
+    partial, combine = _kernels(
+        stream.device, k_format, v_format, head_dim, head_dim_v, plan.queries
+    )
+    behind = n_rows if counted else 0
+    launch(
+        stream, plan.partial, partial,
+        q, k_plane, v_plane, n_rows, n_kv_heads, group, rows, window, behind,
+        head_dim**-0.5 if scale is None else scale, softcap or 0.0, len_d, base_d, table,
+        workspace, plan.n_slots,
+    )  # fmt: skip
+    launch(
+        stream, plan.combine, combine,
+        workspace, sinks, out, lse, rows, window, behind, len_d, base_d, table, plan.n_slots,
+    )  # fmt: skip
+
+
+def prepare(
+    device: Device,
+    k_format: Format,
+    v_format: Format,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    *,
+    group: int = 1,
+    max_rows: int = 16,
+) -> None:
+    """Load what launches of up to ``max_rows`` rows need, so that they may be captured."""
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    check_supported(device, k_format, v_format, head_dim, head_dim_v, group=group)
+    widest = max(head_dim, head_dim_v)
+    wanted = {queries_at_once(n * group, widest) for n in (1, max_rows)}
+    for queries in sorted(wanted):
+        _kernels(device, k_format, v_format, head_dim, head_dim_v, queries)
+
+
+def check_supported(
+    device: Device,
+    k_format: Format,
+    v_format: Format,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    *,
+    group: int = 1,
+    numeric: str = "exact",
+) -> None:
+    """Refuse by name what no kernel does."""
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    if head_dim in HEAD_DIMS and head_dim_v in HEAD_DIMS and 1 <= group <= MAX_GROUP:
+        if numeric in CLASSES:
+            return
+    wrong = next((d for d in (head_dim, head_dim_v) if d not in HEAD_DIMS), head_dim)
+    nearest = [str(d) for d in sorted(HEAD_DIMS, key=lambda d: abs(d - wrong))[:2]]
+    raise FormatUnsupported(
+        f"no attention kernel for head_dim {head_dim}/{head_dim_v}, {group} query heads per kv "
+        f"head, numeric class {numeric!r} (K {k_format}, V {v_format}). Head sizes are "
+        f"{', '.join(map(str, HEAD_DIMS))} (nearest: {' and '.join(nearest)}), groups 1 to "
+        f"{MAX_GROUP}, classes {', '.join(CLASSES)}, formats {', '.join(FORMATS)}",
+        op="attend",
+        k_format=k_format.name,
+        v_format=v_format.name,
+        head_dim=wrong,
+        arch=device.arch,
+        nearest=nearest,
+    )
+
+
+def workspace_bytes(
+    device: Device,
+    n_rows: int,
+    n_heads: int,
+    head_dim_v: int,
+    rows: int,
+    *,
+    window: int | None = None,
+    ring: bool = False,
+) -> int:
+    """Bytes that :func:`attend` needs for ``n_rows`` rows over a plane of ``rows``.
+
+    Parameters
+    ----------
+    device : Device
+    n_rows, n_heads, head_dim_v, rows : int
+    window : int, optional
+    ring : bool
+        The plane has a ``base_d``.
+    """
+    return n_rows * n_heads * n_slots(rows, n_rows, window or 0, ring) * (head_dim_v + 2) * 4
+
+
+def chunk_of(key: int) -> int:
+    """Return the chunk that holds an absolute key position."""
+    if key < 8192:
+        return key // 128
+    if key < 65536:
+        return 64 + (key - 8192) // 256
+    return 288 + (key - 65536) // 1024
+
+
+def chunk_begin(chunk: int) -> int:
+    """Return the first key of a chunk."""
+    if chunk < 64:
+        return chunk * 128
+    if chunk < 288:
+        return 8192 + (chunk - 64) * 256
+    return 65536 + (chunk - 288) * 1024
+
+
+def n_slots(rows: int, n_rows: int, window: int, ring: bool) -> int:
+    """Chunks that one row can need at most, counted from the first chunk of row 0."""
+    flat = chunk_of(rows - 1) + 1
+    seen = min(rows, window + n_rows - 1) if window > 0 else rows
+    anywhere = -(-seen // 128) + 1  # a span of keys at the finest chunks, wherever it starts
+    return anywhere if ring else min(flat, anywhere)
+
+
+def queries_at_once(n_queries: int, widest: int) -> int:
+    """Return how many queries a thread block takes: few, or as many as fit."""
+    return 4 if n_queries <= 4 else 8 if widest > 256 else 16
+
+
+@dataclass(frozen=True)
+class _Plan:
+    queries: int
+    n_slots: int
+    workspace_bytes: int
+    partial: LaunchConfig
+    combine: LaunchConfig
+
+
+@functools.lru_cache(maxsize=512)
+def _plan(
+    n_rows: int,
+    n_kv_heads: int,
+    group: int,
+    head_dim: int,
+    head_dim_v: int,
+    rows: int,
+    window: int,
+    ring: bool,
+    table: bool,
+    n_sms: int,
+    kind: str,
+) -> _Plan:
+    widest = max(head_dim, head_dim_v)
+    per_block = group if table else n_rows * group
+    queries = queries_at_once(per_block, widest)
+    blocks = -(-per_block // queries) * (n_rows if table else 1)
+    slots = n_slots(rows, 1 if table else n_rows, window, ring or table)
+    # Enough blocks to fill the device, few enough that those without keys cost nothing.
+    resident = 2 * n_sms if kind == "host" else 16 * n_sms
+    share = max(1, -(-resident // (n_kv_heads * max(1, blocks))))
+    n_heads = n_kv_heads * group
+    return _Plan(
+        queries,
+        slots,
+        n_rows * n_heads * slots * (head_dim_v + 2) * 4,
+        LaunchConfig(
+            (min(slots, share), n_kv_heads, max(1, blocks)), (_THREADS, 1, 1),
+            shared_bytes(head_dim, head_dim_v, queries),
+        ),
+        LaunchConfig((n_heads, max(1, n_rows), 1), (_THREADS, 1, 1)),
+    )  # fmt: skip
+
+
+def shared_bytes(head_dim: int, head_dim_v: int, queries: int) -> int:
+    """Dynamic shared memory of ``attend_partial``: AttendShape::FLOATS of the source."""
+    widest = max(head_dim, head_dim_v)
+    tile = 128 if widest <= 64 else 64 if widest <= 128 else 32 if widest <= 256 else 16
+    fits = min(_THREADS // (head_dim_v // 4), tile // 4)
+    splits = next(s for s in (8, 4, 2, 1) if fits >= s)
+    tile_floats = max(tile * (widest + 4), splits * queries * head_dim_v)
+    scores = _THREADS // tile * queries * tile
+    return 4 * (tile_floats + queries * head_dim + scores + queries)
+
+
+def _kernels(
+    device: Device, k_format: Format, v_format: Format, head_dim: int, head_dim_v: int, queries: int
+) -> tuple[Kernel, Kernel]:
+    key = ("attend", k_format.constant, v_format.constant, head_dim, head_dim_v, queries)
+    found: tuple[Kernel, Kernel] | None = device.memo.get(key)
+    if found is None:
+        instance = {
+            "k_format": k_format.constant, "v_format": v_format.constant,
+            "head_dim": head_dim, "head_dim_v": head_dim_v, "queries": queries,
+        }  # fmt: skip
+        partial, combine = registry.kernels(
+            device,
+            [("attend_partial", instance), ("attend_combine", {"head_dim_v": head_dim_v})],
+        )
+        found = device.memo[key] = (partial, combine)
+    return found
+
+
+def _refused(name: str, expected: str, got: str) -> ArgumentError:
+    return ArgumentError(
+        f"attend: {name} must be {expected}, got {got}",
+        kernel="attend_partial", name=name, expected=expected, got=got,
+    )  # fmt: skip

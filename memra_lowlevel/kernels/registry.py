@@ -1,0 +1,217 @@
+"""Every kernel of the library: where it is, which instances exist, what proves it right.
+
+A family module (``kv_append``, ``model`` …) calls :func:`register` when it is imported;
+:func:`all_specs` imports all families first. :func:`kernel` compiles for the device's architecture
+and loads once per device.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from string import Formatter
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..compile import CompiledImage, compile_file
+from ..errors import ArgumentError
+
+if TYPE_CHECKING:
+    from ..compile import Kernel
+    from ..runtime import Device
+
+__all__ = [
+    "Instance",
+    "KernelSpec",
+    "Tolerance",
+    "all_specs",
+    "kernel",
+    "kernels",
+    "register",
+    "spec",
+]
+
+Instance = Mapping[str, Any]
+"""Values of the template fields of one instance, by name."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far a kernel may be from its oracle, and why.
+
+    Attributes
+    ----------
+    kind : str
+        ``"bitwise"``: equal bytes; ``"relative"``: largest difference over the largest magnitude
+        of the oracle's row; ``"absolute"``: largest difference.
+    value : float
+    reason : str
+    """
+
+    kind: Literal["bitwise", "relative", "absolute"]
+    value: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One kernel of ``cuda_src``.
+
+    Attributes
+    ----------
+    name : str
+        Name in this registry.
+    source : str
+        Path below ``cuda_src``.
+    entry : str
+        Kernel name; of a template the name expression with fields: ``"append_kv<{k}, {v}>"``.
+    instances : tuple of mapping
+        The instances that are compiled ahead of time and checked for every architecture; others
+        of the same template are compiled when they are asked for. ``({},)`` without fields.
+    oracle : str
+        ``"module:function"`` that computes the same independently.
+    tolerance : Tolerance
+    edges : tuple of str
+        Cases that the tests of this kernel cover.
+    hot : bool
+        Runs in every decode step: no spills and no local memory are allowed.
+    numeric_class : str
+        ``"exact"`` …: the name under which a model states what it computes with.
+    same_bits : bool
+        No transcendentals: host device and GPU give the same bytes.
+    """
+
+    name: str
+    source: str
+    entry: str
+    oracle: str
+    tolerance: Tolerance
+    instances: tuple[Instance, ...] = ({},)
+    edges: tuple[str, ...] = ()
+    hot: bool = False
+    numeric_class: str = "exact"
+    same_bits: bool = False
+    fields: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        names = (name for _, name, _, _ in Formatter().parse(self.entry) if name)
+        object.__setattr__(self, "fields", tuple(dict.fromkeys(names)))
+
+    def expression(self, **template: Any) -> str:
+        """Name expression of one instance.
+
+        Raises
+        ------
+        ArgumentError
+            If ``template`` does not have exactly the fields of the entry.
+        """
+        if set(template) != set(self.fields):
+            raise ArgumentError(
+                f"{self.name}: instance {template or '{}'}, but the template has the fields "
+                f"{', '.join(self.fields) or 'none'}",
+                kernel=self.name,
+                expected=", ".join(self.fields),
+                got=", ".join(template),
+            )
+        return self.entry.format(**template)
+
+    @property
+    def expressions(self) -> tuple[str, ...]:
+        """Name expressions of the instances that are compiled ahead of time."""
+        return tuple(self.expression(**instance) for instance in self.instances)
+
+
+_specs: dict[str, KernelSpec] = {}
+_families_loaded = False
+_lock = threading.RLock()
+
+
+def register(*specs: KernelSpec) -> None:
+    """Add specs; a second one of the same name must be equal."""
+    for new in specs:
+        if _specs.setdefault(new.name, new) != new:
+            raise ArgumentError(
+                f"two different kernels are registered as {new.name!r}: {_specs[new.name].source} "
+                f"and {new.source}",
+                kernel=new.name,
+            )
+
+
+def all_specs() -> tuple[KernelSpec, ...]:
+    """Return the specs of all families, by name."""
+    global _families_loaded
+    if not _families_loaded:
+        package = importlib.import_module(__package__)
+        for module in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"{__package__}.{module.name}")
+        _families_loaded = True
+    return tuple(_specs[name] for name in sorted(_specs))
+
+
+def spec(name: str) -> KernelSpec:
+    """Return the spec of a name."""
+    if name not in _specs:
+        all_specs()
+    if name not in _specs:
+        raise ArgumentError(
+            f"there is no kernel {name!r}; known are {', '.join(sorted(_specs))}", kernel=name
+        )
+    return _specs[name]
+
+
+def kernel(device: Device, name: str, **template: Any) -> Kernel:
+    """Compile, load and return one instance; kept for the life of the device's context.
+
+    Raises
+    ------
+    CompileError, CaptureForbidden
+        The latter if the first call for this instance comes during a capture: use it once before.
+    """
+    return kernels(device, [(name, template)])[0]
+
+
+def kernels(device: Device, wanted: Sequence[tuple[str, Instance]]) -> list[Kernel]:
+    """Return several instances; those of one source that are missing share one compilation."""
+    memo = device.memo
+    pairs = [(spec(name), template) for name, template in wanted]
+    keys = [(__name__, s.source, s.expression(**template)) for s, template in pairs]
+    missing = [key for key in dict.fromkeys(keys) if key not in memo]
+    if missing:
+        with _lock:
+            for source in dict.fromkeys(source for _, source, _ in missing):
+                names = [key[2] for key in missing if key[1] == source and key not in memo]
+                _load(device, source, names)
+    return [memo[key] for key in keys]
+
+
+def images(arch: str, specs: Iterable[KernelSpec] | None = None) -> dict[str, CompiledImage]:
+    """Compile the ahead-of-time instances for an architecture, one image per source."""
+    by_source: dict[str, list[str]] = {}
+    for s in specs if specs is not None else all_specs():
+        by_source.setdefault(s.source, []).extend(s.expressions)
+    return {
+        source: compile_file(source, arch=arch, name_expressions=_templates(names))
+        for source, names in by_source.items()
+    }
+
+
+def oracle(name: str) -> Callable[..., Any]:
+    """Return the oracle of a kernel."""
+    module, _, function = spec(name).oracle.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
+
+
+def _load(device: Device, source: str, names: list[str]) -> None:
+    if not names:
+        return
+    image = compile_file(source, arch=device.arch, name_expressions=_templates(names))
+    module = device.module(image)
+    for name in names:
+        device.memo[(__name__, source, name)] = module.kernel(name)
+
+
+def _templates(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(name for name in set(names) if "<" in name))

@@ -1,0 +1,1 @@
+"""Oracles in NumPy, named like the kernels that they check; they share no code with them."""
