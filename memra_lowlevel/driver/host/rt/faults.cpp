@@ -1,0 +1,209 @@
+// Faults of kernels become failures of their launch. The handler only takes notes and sends the
+// thread back to the stack of its launch; words are found afterwards, where everything is allowed.
+// Faults of anybody else go to the handler that was there before.
+#include <dlfcn.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include "rt.h"
+
+extern "C" void memra_resume();
+
+namespace memra {
+
+namespace {
+
+constexpr uint32_t MAX_WORKERS = 64;
+constexpr int SIGNALS[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP};
+constexpr size_t ALT_STACK_BYTES = 64 * 1024;
+
+std::atomic<Worker*> workers[MAX_WORKERS];
+std::atomic<uint32_t> n_registered{0};
+struct sigaction previous[65];
+volatile sig_atomic_t passing_on = 0;
+
+Worker* worker_of(uintptr_t sp) {
+  const uint32_t n = n_registered.load(std::memory_order_acquire);
+  for (uint32_t i = 0; i < n; ++i) {
+    Worker* w = workers[i].load(std::memory_order_relaxed);
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(w->stacks);
+    if (sp >= begin && sp < begin + MAX_THREADS * w->stack_bytes) return w;
+  }
+  return nullptr;
+}
+
+void pass_on(int signal, siginfo_t* info, void* context) {
+  const struct sigaction& old = previous[signal];
+  if (passing_on || (!(old.sa_flags & SA_SIGINFO) &&
+                     (old.sa_handler == SIG_DFL || old.sa_handler == SIG_IGN))) {
+    // Return and fault again, this time for good.
+    struct sigaction fresh = {};
+    fresh.sa_handler = SIG_DFL;
+    sigaction(signal, &fresh, nullptr);
+    return;
+  }
+  passing_on = 1;
+  if (old.sa_flags & SA_SIGINFO) old.sa_sigaction(signal, info, context);
+  else old.sa_handler(signal);
+  passing_on = 0;
+}
+
+void on_fault(int signal, siginfo_t* info, void* raw) {
+  ucontext_t* context = static_cast<ucontext_t*>(raw);
+#if defined(__x86_64__)
+  greg_t* registers = context->uc_mcontext.gregs;
+  const uintptr_t sp = uintptr_t(registers[REG_RSP]);
+  const uintptr_t pc = uintptr_t(registers[REG_RIP]);
+  const bool is_write = registers[REG_ERR] & 2;
+#else
+  const uintptr_t sp = context->uc_mcontext.sp;
+  const uintptr_t pc = context->uc_mcontext.pc;
+  const bool is_write = false;
+#endif
+  Worker* w = worker_of(sp);
+  if (!w || !w->launch || info->si_code == SI_USER || info->si_code == SI_TKILL) {
+    pass_on(signal, info, raw);
+    return;
+  }
+  w->faulted = 1;
+  w->fault_signal = signal;
+  w->fault_address = info->si_code == SI_KERNEL ? 0 : reinterpret_cast<uintptr_t>(info->si_addr);
+  w->fault_has_address = info->si_code != SI_KERNEL;
+  w->fault_pc = pc;
+  w->fault_sp = sp;
+  w->fault_is_write = is_write;
+#if defined(__x86_64__)
+  registers[REG_RSP] = greg_t(reinterpret_cast<uintptr_t>(w->main_sp));
+  registers[REG_RIP] = greg_t(reinterpret_cast<uintptr_t>(&memra_resume));
+  registers[REG_EFL] &= ~greg_t(0x400);
+#else
+  context->uc_mcontext.sp = reinterpret_cast<uintptr_t>(w->main_sp);
+  context->uc_mcontext.pc = reinterpret_cast<uintptr_t>(&memra_resume);
+#endif
+}
+
+struct AltStack {
+  void* memory = nullptr;
+  ~AltStack() {
+    if (!memory) return;
+    stack_t now;
+    if (!sigaltstack(nullptr, &now) && now.ss_sp == memory) {
+      stack_t off = {};
+      off.ss_flags = SS_DISABLE;
+      sigaltstack(&off, nullptr);
+    }
+    munmap(memory, ALT_STACK_BYTES);
+  }
+};
+thread_local AltStack alt_stack;
+
+}  // namespace
+
+// A fault on a full stack needs another stack to be handled on.
+void enter_thread_for_faults() {
+  stack_t now;
+  if (sigaltstack(nullptr, &now) || !(now.ss_flags & SS_DISABLE)) return;
+  if (!alt_stack.memory) {
+    void* at = mmap(nullptr, ALT_STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
+                    -1, 0);
+    if (at == MAP_FAILED) return;
+    alt_stack.memory = at;
+  }
+  stack_t ours = {};
+  ours.ss_sp = alt_stack.memory;
+  ours.ss_size = ALT_STACK_BYTES;
+  sigaltstack(&ours, nullptr);
+}
+
+// Asked before every launch, since somebody (faulthandler, a test runner) may have installed theirs.
+void install_fault_handler() {
+  struct sigaction now;
+  sigaction(SIGSEGV, nullptr, &now);
+  if ((now.sa_flags & SA_SIGINFO) && now.sa_sigaction == &on_fault) return;
+  struct sigaction ours = {};
+  ours.sa_sigaction = &on_fault;
+  ours.sa_flags = SA_SIGINFO | SA_ONSTACK;
+  sigemptyset(&ours.sa_mask);
+  for (int signal : SIGNALS) {
+    struct sigaction old;
+    sigaction(signal, nullptr, &old);
+    if ((old.sa_flags & SA_SIGINFO) && old.sa_sigaction == &on_fault) continue;
+    previous[signal] = old;
+    sigaction(signal, &ours, nullptr);
+  }
+}
+
+void register_worker(Worker* w) {
+  const uint32_t i = n_registered.load(std::memory_order_relaxed);
+  workers[i].store(w, std::memory_order_relaxed);
+  n_registered.store(i + 1, std::memory_order_release);
+}
+
+void note_pc(Failure& f, uintptr_t pc) {
+  Dl_info info;
+  if (pc && dladdr(reinterpret_cast<void*>(pc), &info) && info.dli_fname) {
+    snprintf(f.module, sizeof f.module, "%s", info.dli_fname);
+    f.pc = pc - reinterpret_cast<uintptr_t>(info.dli_fbase);
+  }
+}
+
+// Says in words where an address lies: "12 bytes past the end of a buffer of 4096 bytes".
+std::string describe_address(const Worker& w, uintptr_t at) {
+  char text[256];
+  const uintptr_t shared_end = reinterpret_cast<uintptr_t>(w.shared_base) + w.shared_mapped;
+  const uintptr_t shared = reinterpret_cast<uintptr_t>(w.context.shared);
+  if (at >= shared - PAGE && at < shared_end + PAGE) {
+    snprintf(text, sizeof text, "offset %lld of the dynamic shared memory of %u bytes",
+             (long long)(at - shared), w.context.shared_bytes);
+    return text;
+  }
+  if (at < (1u << 16)) {
+    snprintf(text, sizeof text, "a null pointer (address 0x%llx)", (unsigned long long)at);
+    return text;
+  }
+  Allocation a;
+  if (!find_allocation(at, &a)) {
+    snprintf(text, sizeof text, "address 0x%llx, which is no device memory", (unsigned long long)at);
+    return text;
+  }
+  snprintf(text, sizeof text, "offset %lld of %s of %llu bytes at 0x%llx",
+           (long long)(at - a.begin), a.freed ? "a freed buffer" : "a buffer",
+           (unsigned long long)a.n_bytes, (unsigned long long)a.begin);
+  return text;
+}
+
+void translate_fault(Worker& w, const ModuleCopy& copy) {
+  Failure& f = w.failure;
+  note_place(w, FAIL_OTHER, w.current);
+  f.address = w.fault_address;
+  const uintptr_t module = reinterpret_cast<uintptr_t>(copy.base);
+  if (w.fault_pc - module < copy.n_bytes) {
+    snprintf(f.module, sizeof f.module, "%s", w.launch->function->module->path.c_str());
+    f.pc = w.fault_pc - module;
+  } else {
+    note_pc(f, w.fault_pc);
+  }
+  const uintptr_t stacks = reinterpret_cast<uintptr_t>(w.stacks);
+  const uintptr_t into = (w.fault_address - stacks) % w.stack_bytes;
+  if (w.fault_signal == SIGFPE) {
+    snprintf(f.message, sizeof f.message, "integer division by zero, or of INT_MIN by -1");
+  } else if (w.fault_signal == SIGILL || w.fault_signal == SIGTRAP) {
+    snprintf(f.message, sizeof f.message, "the kernel reached a trap (unreachable code)");
+  } else if (w.fault_has_address && w.fault_address >= stacks &&
+             w.fault_address < stacks + MAX_THREADS * w.stack_bytes && into < PAGE) {
+    f.kind = FAIL_STACK;
+    snprintf(f.message, sizeof f.message,
+             "stack overflow: a thread has %zu KiB for its local variables", (w.stack_bytes - PAGE) / 1024);
+  } else if (!w.fault_has_address) {
+    f.kind = FAIL_BOUNDS;
+    snprintf(f.message, sizeof f.message,
+             "access to an impossible address, or a vector access that is not aligned");
+  } else {
+    f.kind = FAIL_BOUNDS;
+    snprintf(f.message, sizeof f.message, "%s out of bounds: %s",
+             w.fault_is_write ? "write" : "access", describe_address(w, w.fault_address).c_str());
+  }
+}
+
+}  // namespace memra

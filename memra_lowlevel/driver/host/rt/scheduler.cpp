@@ -1,0 +1,624 @@
+// Fibers, the block scheduler, barriers and warp operations.
+#include "rt.h"
+
+// ---- the switch ----------------------------------------------------------------------------------
+// memra_switch(save, load): push what a call must preserve, swap stack pointers, pop. Rounding modes
+// are left alone: kernels do not change them. The jump through a register (not a return) keeps the
+// processor's return predictor out of it.
+#if defined(__x86_64__)
+__asm__(
+    ".text\n"
+    ".p2align 4\n"
+    ".globl memra_switch\n"
+    ".hidden memra_switch\n"
+    ".type memra_switch, @function\n"
+    "memra_switch:\n"
+    "  pushq %rbp\n"
+    "  pushq %rbx\n"
+    "  pushq %r12\n"
+    "  pushq %r13\n"
+    "  pushq %r14\n"
+    "  pushq %r15\n"
+    "  movq %rsp, (%rdi)\n"
+    "  movq %rsi, %rsp\n"
+    ".globl memra_resume\n"
+    ".hidden memra_resume\n"
+    "memra_resume:\n"
+    "  popq %r15\n"
+    "  popq %r14\n"
+    "  popq %r13\n"
+    "  popq %r12\n"
+    "  popq %rbx\n"
+    "  popq %rbp\n"
+    "  popq %rcx\n"
+    "  jmpq *%rcx\n"
+    ".size memra_switch, .-memra_switch\n"
+    ".globl memra_fiber_start\n"
+    ".hidden memra_fiber_start\n"
+    ".type memra_fiber_start, @function\n"
+    "memra_fiber_start:\n"
+    "  .cfi_startproc\n"
+    "  .cfi_undefined rip\n"
+    "  movq %r12, %rdi\n"
+    "  movq %r13, %rsi\n"
+    "  xorl %ebp, %ebp\n"
+    "  call memra_fiber_main\n"
+    "  ud2\n"
+    "  .cfi_endproc\n"
+    ".size memra_fiber_start, .-memra_fiber_start\n");
+#elif defined(__aarch64__)
+__asm__(
+    ".text\n"
+    ".p2align 4\n"
+    ".globl memra_switch\n"
+    ".hidden memra_switch\n"
+    ".type memra_switch, %function\n"
+    "memra_switch:\n"
+    "  sub sp, sp, #160\n"
+    "  stp x19, x20, [sp, #0]\n"
+    "  stp x21, x22, [sp, #16]\n"
+    "  stp x23, x24, [sp, #32]\n"
+    "  stp x25, x26, [sp, #48]\n"
+    "  stp x27, x28, [sp, #64]\n"
+    "  stp x29, x30, [sp, #80]\n"
+    "  stp d8, d9, [sp, #96]\n"
+    "  stp d10, d11, [sp, #112]\n"
+    "  stp d12, d13, [sp, #128]\n"
+    "  stp d14, d15, [sp, #144]\n"
+    "  mov x9, sp\n"
+    "  str x9, [x0]\n"
+    "  mov sp, x1\n"
+    ".globl memra_resume\n"
+    ".hidden memra_resume\n"
+    "memra_resume:\n"
+    "  ldp x19, x20, [sp, #0]\n"
+    "  ldp x21, x22, [sp, #16]\n"
+    "  ldp x23, x24, [sp, #32]\n"
+    "  ldp x25, x26, [sp, #48]\n"
+    "  ldp x27, x28, [sp, #64]\n"
+    "  ldp x29, x30, [sp, #80]\n"
+    "  ldp d8, d9, [sp, #96]\n"
+    "  ldp d10, d11, [sp, #112]\n"
+    "  ldp d12, d13, [sp, #128]\n"
+    "  ldp d14, d15, [sp, #144]\n"
+    "  add sp, sp, #160\n"
+    "  br x30\n"
+    ".size memra_switch, .-memra_switch\n"
+    ".globl memra_fiber_start\n"
+    ".hidden memra_fiber_start\n"
+    ".type memra_fiber_start, %function\n"
+    "memra_fiber_start:\n"
+    "  .cfi_startproc\n"
+    "  .cfi_undefined x30\n"
+    "  mov x0, x19\n"
+    "  mov x1, x20\n"
+    "  mov x29, xzr\n"
+    "  bl memra_fiber_main\n"
+    "  brk #1\n"
+    "  .cfi_endproc\n"
+    ".size memra_fiber_start, .-memra_fiber_start\n");
+#else
+#error "the host device knows x86-64 and aarch64"
+#endif
+
+extern "C" void memra_switch(void** save, void* load);
+extern "C" void memra_resume();
+extern "C" void memra_fiber_start();
+
+namespace memra {
+
+namespace {
+
+constexpr uint32_t SPIN_BUDGET = 4096;
+constexpr uint32_t IDLE_LIMIT = 100000;
+
+uint32_t next_random(Worker& w) {
+  w.random ^= w.random << 13;
+  w.random ^= w.random >> 7;
+  w.random ^= w.random << 17;
+  return uint32_t(w.random >> 32);
+}
+
+// A fresh stack holds what memra_switch will pop. Tops are staggered, or the hot end of every stack
+// would fall into the same cache set.
+void* prepare_fiber(Worker& w, uint32_t fiber) {
+  if (MEMRA_UNLIKELY(fiber == w.n_fibers)) guard_fiber(w, w.n_fibers++);
+  uint8_t* top = w.stacks + (fiber + 1) * w.stack_bytes;
+  top -= 64 + (fiber * 320u) % 4096u;
+#if defined(__x86_64__)
+  // Frame: r15 r14 r13 r12 rbx rbp, return address; what is left is 16-aligned where the call happens.
+  void** frame = reinterpret_cast<void**>(top) - 9;
+  frame[0] = frame[1] = nullptr;
+  frame[2] = reinterpret_cast<void*>(uintptr_t(fiber));
+  frame[3] = &w;
+  frame[4] = frame[5] = nullptr;
+  frame[6] = reinterpret_cast<void*>(&memra_fiber_start);
+#else
+  void** frame = reinterpret_cast<void**>(top) - 20;
+  memset(frame, 0, 160);
+  frame[0] = &w;
+  frame[1] = reinterpret_cast<void*>(uintptr_t(fiber));
+  frame[11] = reinterpret_cast<void*>(&memra_fiber_start);
+#endif
+  return frame;
+}
+
+inline void become(Worker& w, uint32_t thread) {
+  w.current = thread;
+  memcpy(&w.context.thread_index, &w.places[thread], 16);
+}
+
+inline int pick_ready(Worker& w) {
+  if (MEMRA_LIKELY(w.order == ORDER_FORWARD)) return w.ready.from((w.current + 1) % MAX_THREADS);
+  if (w.order == ORDER_REVERSE) return w.ready.upto((w.current - 1) % MAX_THREADS);
+  const uint32_t at = next_random(w) % w.n_threads;
+  return w.ready.from(at);
+}
+
+inline bool start_another(Worker& w) {
+  if (w.n_started == w.n_threads) return false;
+  return w.order != ORDER_RANDOM || w.ready.empty() || (next_random(w) & 1);
+}
+
+[[noreturn]] void fail_stuck(Worker& w);
+
+// Leaves the running thread behind at `*save` and runs another; returns when it is switched back to.
+inline void switch_away(Worker& w, void** save) {
+  if (start_another(w)) {
+    const uint32_t fiber = w.n_spare ? w.spare[--w.n_spare] : w.n_fibers;
+    memra_switch(save, prepare_fiber(w, fiber));
+    return;
+  }
+  const int next = pick_ready(w);
+  if (MEMRA_UNLIKELY(next < 0)) fail_stuck(w);
+  w.ready.reset(uint32_t(next));
+  w.threads[next].state = RUNS;
+  become(w, uint32_t(next));
+  memra_switch(save, w.threads[next].sp);
+}
+
+void release_barrier(Worker& w) {
+  const uint32_t n_words = (w.n_threads + 63) / 64;
+  for (uint32_t i = 0; i < n_words; ++i) {
+    w.ready.words[i] |= w.at_barrier.words[i];
+    w.at_barrier.words[i] = 0;
+  }
+  w.ready.summary |= w.at_barrier.summary;
+  w.at_barrier.summary = 0;
+  w.barrier_result = w.barrier_op == BARRIER_AND ? w.barrier_votes == int(w.arrived)
+                     : w.barrier_op == BARRIER_OR ? w.barrier_votes != 0
+                                                  : w.barrier_votes;
+  w.arrived = 0;
+  ++w.progress;
+  if (MEMRA_UNLIKELY(w.check != nullptr)) check_barrier(w);
+}
+
+void release_warp(Worker& w, uint32_t warp, WarpSlot* slot, uint32_t took_part, uint32_t except) {
+  const uint32_t others = took_part & ~except;
+  w.ready.words[warp >> 1] |= uint64_t(others) << (32 * (warp & 1));
+  if (others) w.ready.summary |= 1u << (warp >> 1);
+  slot->took_part[slot->phase] = took_part;
+  slot->unread += uint32_t(__builtin_popcount(others));
+  slot->phase ^= 1;
+  slot->arrived = 0;
+  ++w.progress;
+  if (MEMRA_UNLIKELY(w.check != nullptr)) check_warp(w, warp, took_part);
+}
+
+WarpSlot* find_slot(Worker& w, WarpState& warp, uint32_t mask) {
+  for (WarpSlot* slot : warp.slots) {
+    if (slot->mask == mask) return slot;
+  }
+  for (WarpSlot* slot : warp.slots) {
+    if (!slot->arrived && !slot->unread) {
+      slot->mask = mask;
+      return slot;
+    }
+  }
+  WarpSlot* slot;
+  if (w.spare_slots.empty()) {
+    slot = new WarpSlot();
+  } else {
+    slot = w.spare_slots.back();
+    w.spare_slots.pop_back();
+  }
+  memset(slot, 0, offsetof(WarpSlot, cells));
+  slot->mask = mask;
+  warp.slots.push_back(slot);
+  return slot;
+}
+
+uint32_t existing_lanes(const Worker& w, uint32_t warp) {
+  const uint32_t n = w.n_threads - warp * 32;
+  return n >= 32 ? ~0u : (1u << n) - 1u;
+}
+
+void thread_exits(Worker& w) {
+  const uint32_t me = w.current;
+  w.threads[me].state = EXITED;
+  if (MEMRA_UNLIKELY(!w.async[me].pending.empty())) {
+    fail(w, FAIL_RACE, w.async[me].pending.front().site,
+         "thread ended with an asynchronous copy in flight: wait for it before the kernel returns");
+  }
+  ++w.n_exited;
+  ++w.progress;
+  WarpState& warp = w.warps[me >> 5];
+  warp.exited |= 1u << (me & 31);
+  if (MEMRA_LIKELY(w.arrived == 0 && warp.slots.empty())) return;
+  if (w.launch->strict) {
+    if (w.arrived) {
+      const Thread& other = w.threads[w.barrier_first];
+      fail(w, FAIL_DIVERGENCE, other.site,
+           "this thread returned while thread %s waits at __syncthreads; threads of a kernel must "
+           "all reach the barrier (strict mode)",
+           thread_name(w, w.barrier_first).c_str());
+    }
+    for (WarpSlot* slot : warp.slots) {
+      if (slot->arrived && ((slot->mask >> (me & 31)) & 1)) {
+        fail(w, FAIL_DIVERGENCE, slot->site,
+             "this lane returned while other lanes of mask 0x%08x wait for it in a warp operation",
+             slot->mask);
+      }
+    }
+    return;
+  }
+  if (w.arrived && w.arrived == w.n_threads - w.n_exited) release_barrier(w);
+  for (WarpSlot* slot : warp.slots) {
+    const uint32_t wanted = slot->mask & existing_lanes(w, me >> 5) & ~warp.exited;
+    if (slot->arrived && slot->arrived == wanted) {
+      if (slot->combine) slot->combine(slot->cells[slot->phase], wanted);
+      release_warp(w, me >> 5, slot, wanted, 0);
+    }
+  }
+}
+
+}  // namespace
+
+std::string thread_name(const Worker& w, uint32_t thread) {
+  char text[64];
+  const Index3& at = w.places[thread].index;
+  snprintf(text, sizeof text, "(%u, %u, %u)", at.x, at.y, at.z);
+  return text;
+}
+
+std::string place_of(const Site* site) {
+  if (!site) return "?";
+  return std::string(site->file) + ":" + std::to_string(site->line);
+}
+
+// Groups of threads that wait at the same place: "threads 0-31, 64 wait at x.cu:12 (__syncthreads)".
+void describe_waits(Worker& w, std::string& out) {
+  struct Group {
+    const Site* site;
+    WaitKind state;
+    std::vector<uint32_t> members;
+  };
+  std::vector<Group> groups;
+  for (uint32_t i = 0; i < w.n_threads; ++i) {
+    const Thread& t = w.threads[i];
+    const WaitKind state = i == w.current && t.state == RUNS ? RUNS : t.state;
+    const Site* site = state == WAITS_BARRIER || state == WAITS_WARP ? t.site : nullptr;
+    Group* found = nullptr;
+    for (Group& g : groups) {
+      if (g.site == site && g.state == state) found = &g;
+    }
+    if (!found) {
+      groups.push_back({site, state, {}});
+      found = &groups.back();
+    }
+    found->members.push_back(i);
+  }
+  for (const Group& g : groups) {
+    if (!out.empty()) out += "; ";
+    out += g.members.size() == 1 ? "thread " : "threads ";
+    size_t written = 0;
+    for (size_t i = 0; i < g.members.size();) {
+      size_t j = i;
+      while (j + 1 < g.members.size() && g.members[j + 1] == g.members[j] + 1) ++j;
+      if (written++) out += ", ";
+      if (written > 4) {
+        out += "...";
+        break;
+      }
+      out += std::to_string(g.members[i]);
+      if (j > i) out += "-" + std::to_string(g.members[j]);
+      i = j + 1;
+    }
+    switch (g.state) {
+      case WAITS_BARRIER: out += " at __syncthreads, " + place_of(g.site); break;
+      case WAITS_WARP: out += " in a warp operation, " + place_of(g.site); break;
+      case YIELDED: out += " spin"; break;
+      case EXITED: out += " returned"; break;
+      case UNSTARTED: out += " not started"; break;
+      case RUNS: out += " run"; break;
+    }
+  }
+}
+
+namespace {
+
+[[noreturn]] void fail_stuck(Worker& w) {
+  std::string waits;
+  describe_waits(w, waits);
+  fail(w, FAIL_DIVERGENCE, w.threads[w.current].site,
+       "no thread of the block can go on: %s. All threads must meet the same barrier, and all lanes "
+       "of a mask the same warp operation",
+       waits.c_str());
+}
+
+}  // namespace
+
+void leave_block(Worker& w) {
+  void* unused;
+  memra_switch(&unused, w.main_sp);
+  __builtin_unreachable();
+}
+
+void fail(Worker& w, int kind, const Site* site, const char* format, ...) {
+  Failure& f = w.failure;
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(f.message, sizeof f.message, format, arguments);
+  va_end(arguments);
+  note_place(w, kind, w.current);
+  if (site) {
+    snprintf(f.file, sizeof f.file, "%s", site->file);
+    f.line = site->line;
+  }
+  leave_block(w);
+}
+
+void note_place(Worker& w, int kind, uint32_t thread) {
+  Failure& f = w.failure;
+  f.kind = kind;
+  memcpy(f.block, &w.context.block_index, 12);
+  memcpy(f.thread, &w.places[thread].index, 12);
+  snprintf(f.kernel, sizeof f.kernel, "%s", w.launch->function->name.c_str());
+}
+
+// ---- a block -------------------------------------------------------------------------------------
+
+namespace {
+
+void place_threads(Worker& w, const uint32_t* block) {
+  if (w.placed_x == block[0] && w.placed_y == block[1] && w.placed_z == block[2]) return;
+  uint32_t i = 0;
+  for (uint32_t z = 0; z < block[2]; ++z) {
+    for (uint32_t y = 0; y < block[1]; ++y) {
+      for (uint32_t x = 0; x < block[0]; ++x, ++i) w.places[i] = {{x, y, z}, i};
+    }
+  }
+  w.placed_x = block[0], w.placed_y = block[1], w.placed_z = block[2];
+}
+
+void order_threads(Worker& w, uint64_t block) {
+  const uint32_t n = w.n_threads;
+  if (w.order == ORDER_RANDOM) {
+    w.random = (w.launch->seed * 0x9e3779b97f4a7c15u) ^ (block * 0xbf58476d1ce4e5b9u) ^ 0x94d049bb133111ebu;
+    if (!w.random) w.random = 1;
+    for (int i = 0; i < 4; ++i) next_random(w);
+    for (uint32_t i = 0; i < n; ++i) w.sequence[i] = uint16_t(i);
+    for (uint32_t i = n; i > 1; --i) std::swap(w.sequence[i - 1], w.sequence[next_random(w) % i]);
+    w.sequence_for = 0;
+    return;
+  }
+  const uint32_t key = n * 2 + (w.order == ORDER_REVERSE);
+  if (w.sequence_for == key) return;
+  for (uint32_t i = 0; i < n; ++i) {
+    w.sequence[i] = uint16_t(w.order == ORDER_REVERSE ? n - 1 - i : i);
+  }
+  w.sequence_for = key;
+}
+
+void poison_shared(Worker& w, const ModuleCopy& copy) {
+  for (const auto& [offset, n_bytes] : w.launch->function->shared) {
+    memset(copy.base + offset, POISON, n_bytes);
+  }
+  if (w.context.shared_bytes) memset(w.context.shared, POISON, w.context.shared_bytes);
+}
+
+// After a failed block nothing of it may leak into the next one.
+void clean_up(Worker& w) {
+  w.ready.clear();
+  w.at_barrier.clear();
+  w.arrived = 0;
+  w.n_spare = 0;
+  for (uint32_t i = w.n_fibers; i-- > 0;) w.spare[w.n_spare++] = i;
+  for (uint32_t i = 0; i < (w.n_threads + 31) / 32; ++i) {
+    for (WarpSlot* slot : w.warps[i].slots) w.spare_slots.push_back(slot);
+    w.warps[i].slots.clear();
+  }
+  for (uint32_t i = 0; i < w.n_threads; ++i) {
+    w.async[i].pending.clear();
+    w.async[i].group = 0;
+  }
+}
+
+}  // namespace
+
+bool run_block(Worker& w, const ModuleCopy& copy, uint64_t block) {
+  LaunchState& launch = *w.launch;
+  w.context.block_index = {uint32_t(block % launch.grid[0]),
+                           uint32_t(block / launch.grid[0] % launch.grid[1]),
+                           uint32_t(block / launch.grid[0] / launch.grid[1])};
+  poison_shared(w, copy);
+  order_threads(w, block);
+  w.n_started = w.n_exited = 0;
+  w.context.spin_budget = SPIN_BUDGET;
+  w.idle_yields = 0;
+  for (uint32_t i = 0; i < w.n_threads; ++i) w.threads[i].state = UNSTARTED;
+  for (uint32_t i = 0; i < (w.n_threads + 31) / 32; ++i) w.warps[i].exited = 0;
+  if (w.async_used) {
+    for (uint32_t i = 0; i < w.n_threads; ++i) w.async[i].group = 0;
+    w.async_used = false;
+  }
+  if (w.check) check_block(w, block);
+  w.failure.kind = FAIL_NONE;
+  w.faulted = 0;
+  const uint32_t fiber = w.n_spare ? w.spare[--w.n_spare] : w.n_fibers;
+  memra_switch(&w.main_sp, prepare_fiber(w, fiber));
+  if (MEMRA_UNLIKELY(w.faulted)) translate_fault(w, copy);
+  if (MEMRA_UNLIKELY(w.failure.kind != FAIL_NONE)) {
+    clean_up(w);
+    return false;
+  }
+  return true;
+}
+
+void begin_launch(Worker& w, LaunchState& launch, const ModuleCopy& copy) {
+  w.launch = &launch;
+  w.n_threads = launch.block[0] * launch.block[1] * launch.block[2];
+  w.order = launch.order;
+  place_threads(w, launch.block);
+  w.call = copy.table->entries[launch.function->index].call;
+  w.params = launch.params;
+  memcpy(&w.context.block_dim, launch.block, 12);
+  memcpy(&w.context.grid_dim, launch.grid, 12);
+  w.context.shared_bytes = launch.shared_bytes;
+  // Right-aligned against the guard page, at the alignment the kernels are promised.
+  const size_t room = (launch.shared_bytes + 15) & ~size_t(15);
+  w.context.shared = w.shared_base + w.shared_mapped - room;
+  *copy.table->context = &w.context;
+}
+
+}  // namespace memra
+
+using namespace memra;
+
+extern "C" __attribute__((used, visibility("hidden"))) void memra_fiber_main(Worker* worker,
+                                                                              uintptr_t fiber) {
+  Worker& w = *worker;
+  for (;;) {
+    do {
+      const uint32_t thread = w.sequence[w.n_started++];
+      w.threads[thread].state = RUNS;
+      become(w, thread);
+      w.call(w.params);
+      thread_exits(w);
+    } while (start_another(w));
+    w.spare[w.n_spare++] = uint32_t(fiber);
+    void* unused;
+    if (w.n_exited == w.n_threads) {
+      memra_switch(&unused, w.main_sp);
+    } else {
+      const int next = pick_ready(w);
+      if (next < 0) fail_stuck(w);
+      w.ready.reset(uint32_t(next));
+      w.threads[next].state = RUNS;
+      become(w, uint32_t(next));
+      memra_switch(&unused, w.threads[next].sp);
+    }
+  }
+}
+
+MEMRA_EXPORT int memra_sync_threads(Context* c, const Site* site, uint32_t op, int predicate) {
+  Worker& w = *reinterpret_cast<Worker*>(c);
+  const uint32_t me = w.current;
+  if (w.arrived == 0) {
+    w.barrier_site = site;
+    w.barrier_op = op;
+    w.barrier_votes = 0;
+    w.barrier_first = me;
+  } else if (MEMRA_UNLIKELY(w.barrier_site != site)) {
+    fail(w, FAIL_DIVERGENCE, site,
+         "this thread is at the __syncthreads of %s, thread %s waits at the one of %s: all threads "
+         "of a block must meet the same barrier",
+         place_of(site).c_str(), thread_name(w, w.barrier_first).c_str(),
+         place_of(w.barrier_site).c_str());
+  }
+  if (MEMRA_UNLIKELY(w.n_exited && w.launch->strict)) {
+    uint32_t gone = 0;
+    while (w.threads[gone].state != EXITED) ++gone;
+    fail(w, FAIL_DIVERGENCE, site,
+         "thread %s already returned from the kernel while this thread is at __syncthreads: never "
+         "return before a barrier (strict mode)",
+         thread_name(w, gone).c_str());
+  }
+  w.barrier_votes += predicate;
+  if (++w.arrived == w.n_threads - w.n_exited) {
+    release_barrier(w);
+    return w.barrier_result;
+  }
+  Thread& t = w.threads[me];
+  t.site = site;
+  t.state = WAITS_BARRIER;
+  w.at_barrier.set(me);
+  switch_away(w, &t.sp);
+  return w.barrier_result;
+}
+
+extern "C" __attribute__((visibility("default"))) uint8_t (*memra_warp_exchange(
+    Context* c, const Site* site, uint32_t op, uint32_t mask, const void* value, uint32_t n,
+    WarpCombine combine, uint32_t* took_part))[32] {
+  Worker& w = *reinterpret_cast<Worker*>(c);
+  const uint32_t me = w.current, warp = me >> 5, bit = 1u << (me & 31);
+  WarpState& state = w.warps[warp];
+  if (MEMRA_UNLIKELY(!(mask & bit))) {
+    fail(w, FAIL_DIVERGENCE, site, "lane %u calls a warp operation with mask 0x%08x, which lacks it",
+         me & 31, mask);
+  }
+  uint32_t wanted = mask & existing_lanes(w, warp);
+  if (MEMRA_UNLIKELY(wanted & state.exited)) {
+    if (w.launch->strict) {
+      fail(w, FAIL_DIVERGENCE, site,
+           "mask 0x%08x names lane %d, which already returned from the kernel (strict mode)", mask,
+           __builtin_ctz(wanted & state.exited));
+    }
+    wanted &= ~state.exited;
+  }
+  WarpSlot* slot = MEMRA_LIKELY(!state.slots.empty() && state.slots[0]->mask == mask)
+                       ? state.slots[0]
+                       : find_slot(w, state, mask);
+  if (slot->arrived == 0) {
+    slot->op = op;
+    slot->site = site;
+    slot->combine = combine;
+  } else if (MEMRA_UNLIKELY(slot->site != site || slot->op != op)) {
+    fail(w, FAIL_DIVERGENCE, site,
+         "lanes of mask 0x%08x met different warp operations: this one at %s, lane %d at %s", mask,
+         place_of(site).c_str(), __builtin_ctz(slot->arrived), place_of(slot->site).c_str());
+  }
+  auto cells = slot->cells[slot->phase];
+  if (MEMRA_LIKELY(n == 4)) memcpy(cells[me & 31], value, 4);
+  else memcpy(cells[me & 31], value, n);
+  slot->arrived |= bit;
+  if (slot->arrived == wanted) {
+    if (combine) combine(cells, wanted);
+    release_warp(w, warp, slot, wanted, bit);
+    *took_part = wanted;
+    return cells;
+  }
+  Thread& t = w.threads[me];
+  t.site = site;
+  t.state = WAITS_WARP;
+  const uint32_t phase = slot->phase;
+  switch_away(w, &t.sp);
+  --slot->unread;
+  *took_part = slot->took_part[phase];
+  return cells;
+}
+
+MEMRA_EXPORT void memra_yield(Context* c) {
+  Worker& w = *reinterpret_cast<Worker*>(c);
+  c->spin_budget = SPIN_BUDGET;
+  if (w.progress != w.seen_progress) {
+    w.seen_progress = w.progress;
+    w.idle_yields = 0;
+  } else if (++w.idle_yields > IDLE_LIMIT) {
+    std::string waits;
+    describe_waits(w, waits);
+    fail(w, FAIL_DEADLOCK, nullptr,
+         "the block spins without progress: %s. Blocks of the host device run one after the other, "
+         "so a block must not wait for another",
+         waits.c_str());
+  }
+  Thread& t = w.threads[w.current];
+  if (w.ready.empty() && w.n_started == w.n_threads) return;
+  t.state = YIELDED;
+  w.ready.set(w.current);
+  switch_away(w, &t.sp);
+}
+
+MEMRA_EXPORT void memra_fail(Context* c, const Site* site, int kind, const char* message) {
+  fail(*reinterpret_cast<Worker*>(c), kind, site, "%s", message);
+}

@@ -1,0 +1,491 @@
+"""The host runtime through ctypes: loading kernel files, device memory, running launches.
+
+This is the lowest layer of the host device. It knows no streams and no contexts: :func:`run` runs a
+launch to its end on the calling thread (and ``workers - 1`` others), one launch at a time per process.
+All pointers are real addresses. Memory from :func:`alloc` ends at a guard page and starts as 0xFF
+bytes. Whoever writes such memory from outside a kernel tells :func:`note_write` (or uses
+:func:`copy_in`, :func:`fill`, :func:`copy`), or check mode takes the bytes for uninitialised.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ... import errors
+from .build import Sanitizer, runtime_library
+
+__all__ = [
+    "Order",
+    "alloc",
+    "alloc_size",
+    "copy",
+    "copy_in",
+    "copy_out",
+    "fill",
+    "free",
+    "function_names",
+    "get_function",
+    "load",
+    "module_flags",
+    "note_copy",
+    "note_write",
+    "param_sizes",
+    "quick",
+    "run",
+    "static_shared_bytes",
+    "unload",
+]
+
+Order = Literal["forward", "reverse", "random"]
+ORDERS = {"forward": 0, "reverse": 1, "random": 2}
+MAX_SHARED_BYTES = 227 * 1024
+Dim = int | tuple[int, ...]
+
+
+class _Failure(ctypes.Structure):
+    _fields_ = (
+        ("kind", ctypes.c_int32),
+        ("line", ctypes.c_int32),
+        ("block", ctypes.c_uint32 * 3),
+        ("thread", ctypes.c_uint32 * 3),
+        ("message", ctypes.c_char * 1024),
+        ("kernel", ctypes.c_char * 256),
+        ("file", ctypes.c_char * 512),
+        ("module", ctypes.c_char * 512),
+        ("pc", ctypes.c_uint64),
+        ("other_pc", ctypes.c_uint64),
+        ("other_block", ctypes.c_uint32 * 3),
+        ("other_thread", ctypes.c_uint32 * 3),
+        ("address", ctypes.c_uint64),
+    )
+
+
+class _Options(ctypes.Structure):
+    _fields_ = (
+        ("order", ctypes.c_uint32),
+        ("n_workers", ctypes.c_uint32),
+        ("seed", ctypes.c_uint64),
+        ("strict", ctypes.c_uint32),
+        ("check", ctypes.c_uint32),
+    )
+
+
+_P, _U32, _U64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "memra_alloc": (_U64, (_U64, _U64)),
+    "memra_free": (ctypes.c_int, (_U64,)),
+    "memra_alloc_size": (ctypes.c_int64, (_U64,)),
+    "memra_live_bytes": (_U64, ()),
+    "memra_note_write": (None, (_U64, _U64)),
+    "memra_note_copy": (None, (_U64, _U64, _U64)),
+    "memra_module_load": (_P, (ctypes.c_char_p, ctypes.c_char_p, _U32)),
+    "memra_module_unload": (None, (_P,)),
+    "memra_module_flags": (_U32, (_P,)),
+    "memra_module_n_functions": (_U32, (_P,)),
+    "memra_module_function": (_P, (_P, _U32)),
+    "memra_function_name": (ctypes.c_char_p, (_P,)),
+    "memra_function_shared_bytes": (_U64, (_P,)),
+    "memra_function_n_params": (_U32, (_P,)),
+    "memra_function_param_sizes": (ctypes.POINTER(_U32), (_P,)),
+    "memra_run": (ctypes.c_int, (_P, _P, _P, _U32, _P, _P, _P)),
+}
+
+
+@functools.lru_cache(maxsize=1)
+def runtime() -> ctypes.CDLL:
+    """Build the runtime if need be and load it."""
+    library = ctypes.CDLL(str(runtime_library(sanitize=_process_sanitizer())))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, list(arguments)
+    return library
+
+
+def _process_sanitizer() -> Sanitizer | None:
+    """Return ``"address"`` in a process that was started with ASan's library preloaded."""
+    return "address" if hasattr(ctypes.CDLL(None), "__asan_init") else None
+
+
+# ---- memory ----------------------------------------------------------------------------------------
+
+
+def alloc(n_bytes: int, align: int = 16) -> int:
+    """Allocate device memory, filled with 0xFF bytes.
+
+    The last byte stands against a guard page but for ``-n_bytes % align`` bytes of slack, which are
+    watched when the memory is freed.
+
+    Parameters
+    ----------
+    n_bytes : int
+    align : int
+        A power of two up to 4096.
+
+    Returns
+    -------
+    int
+        The address.
+
+    Raises
+    ------
+    OutOfMemory
+    """
+    ptr = runtime().memra_alloc(n_bytes, align)
+    if not ptr:
+        raise errors.OutOfMemory(
+            f"the host device cannot allocate {n_bytes} bytes", call="alloc", code=2,
+            result="CUDA_ERROR_OUT_OF_MEMORY",
+        )  # fmt: skip
+    return int(ptr)
+
+
+def free(ptr: int) -> None:
+    """Free memory of :func:`alloc`; its addresses stay forbidden for a while.
+
+    Raises
+    ------
+    InvalidArgument
+        ``ptr`` is not the begin of a live allocation.
+    OutOfBounds
+        Bytes beside the allocation were overwritten (the memory is freed all the same).
+    """
+    size = alloc_size(ptr)
+    state = runtime().memra_free(ptr)
+    if state < 0:
+        raise errors.InvalidArgument(
+            f"0x{ptr:x} is not the begin of a live allocation of the host device", call="free",
+            code=1, result="CUDA_ERROR_INVALID_VALUE",
+        )  # fmt: skip
+    if state > 0:
+        raise errors.OutOfBounds(
+            f"bytes right beside the buffer of {size} bytes at 0x{ptr:x} were overwritten by some "
+            "kernel or copy. Run the kernels in check mode to find which."
+        )
+
+
+def alloc_size(ptr: int) -> int:
+    """Size in bytes of the live allocation that begins at ``ptr``; -1 where none does."""
+    return int(runtime().memra_alloc_size(ptr))
+
+
+def live_bytes() -> int:
+    """Bytes in live allocations."""
+    return int(runtime().memra_live_bytes())
+
+
+def note_write(ptr: int, n_bytes: int) -> None:
+    """Tell check mode that these bytes were written from outside a kernel."""
+    runtime().memra_note_write(ptr, n_bytes)
+
+
+def note_copy(dst: int, src: int, n_bytes: int) -> None:
+    """Tell check mode of a copy between device addresses: what was uninitialised stays so."""
+    runtime().memra_note_copy(dst, src, n_bytes)
+
+
+def copy_in(ptr: int, array: npt.NDArray[Any]) -> None:
+    """Write a C-contiguous array to device memory."""
+    data = np.ascontiguousarray(array)
+    ctypes.memmove(ptr, data.ctypes.data, data.nbytes)
+    note_write(ptr, data.nbytes)
+
+
+def copy_out(array: npt.NDArray[Any], ptr: int) -> None:
+    """Read device memory into a C-contiguous array."""
+    ctypes.memmove(array.ctypes.data, ptr, array.nbytes)
+
+
+def copy(dst: int, src: int, n_bytes: int) -> None:
+    """Copy between device addresses."""
+    ctypes.memmove(dst, src, n_bytes)
+    note_copy(dst, src, n_bytes)
+
+
+def fill(ptr: int, byte: int, n_bytes: int) -> None:
+    """Set device memory to a byte."""
+    ctypes.memset(ptr, byte, n_bytes)
+    note_write(ptr, n_bytes)
+
+
+# ---- modules ---------------------------------------------------------------------------------------
+
+
+def load(path: str | Path | bytes) -> int:
+    """Load a library of :func:`memra_lowlevel.compile.hostcxx.compile_host`; returns a handle.
+
+    Raises
+    ------
+    InvalidArgument
+        The file cannot be loaded, or is no kernel library of this version.
+    """
+    raw = path if isinstance(path, bytes) else str(path).encode()
+    error = ctypes.create_string_buffer(1024)
+    module = runtime().memra_module_load(raw, error, len(error))
+    if not module:
+        raise errors.InvalidArgument(
+            f"cannot load the kernel library: {error.value.decode(errors='replace')}",
+            call="load", code=200, result="CUDA_ERROR_INVALID_IMAGE",
+        )  # fmt: skip
+    return int(module)
+
+
+def unload(module: int) -> None:
+    """Unload a module; its functions must not be used any more."""
+    runtime().memra_module_unload(module)
+
+
+def module_flags(module: int) -> dict[str, bool]:
+    """How the module was compiled: ``check``, ``address``, ``undefined``."""
+    flags = runtime().memra_module_flags(module)
+    return {"check": bool(flags & 1), "address": bool(flags & 2), "undefined": bool(flags & 4)}
+
+
+def function_names(module: int) -> list[str]:
+    """Names of the kernels of a module."""
+    rt = runtime()
+    n = rt.memra_module_n_functions(module)
+    return [rt.memra_function_name(rt.memra_module_function(module, i)).decode() for i in range(n)]
+
+
+def get_function(module: int, name: str) -> int:
+    """Handle of a kernel by name, or by its name expression for an instance of a template.
+
+    Raises
+    ------
+    InvalidArgument
+        There is no such kernel; the message lists those that are there.
+    """
+    rt = runtime()
+    names = function_names(module)
+    if name not in names:
+        raise errors.InvalidArgument(
+            f"the module has no kernel {name!r}; it has: {', '.join(names) or 'none'}",
+            call="get_function", code=500, result="CUDA_ERROR_NOT_FOUND",
+        )  # fmt: skip
+    return int(rt.memra_module_function(module, names.index(name)))
+
+
+def param_sizes(func: int) -> tuple[int, ...]:
+    """Sizes in bytes of the parameters of a kernel."""
+    rt = runtime()
+    sizes = rt.memra_function_param_sizes(func)
+    return tuple(int(sizes[i]) for i in range(rt.memra_function_n_params(func)))
+
+
+def static_shared_bytes(func: int) -> int:
+    """Bytes of the ``__shared__`` arrays that a kernel may use."""
+    return int(runtime().memra_function_shared_bytes(func))
+
+
+# ---- launches --------------------------------------------------------------------------------------
+
+_ERRORS: dict[int, type[errors.HostCheckError]] = {
+    1: errors.OutOfBounds,
+    2: errors.DataRace,
+    3: errors.BarrierDivergence,
+    4: errors.UninitialisedRead,
+    5: errors.Deadlock,
+    6: errors.HostCheckError,
+    8: errors.OutOfBounds,
+}
+_Dim3 = ctypes.c_uint32 * 3
+
+
+def _dim3(value: Dim) -> ctypes.Array[ctypes.c_uint32]:
+    dims = (value,) if isinstance(value, int) else tuple(value)
+    return _Dim3(*(*dims, 1, 1)[:3])
+
+
+def run(
+    func: int,
+    grid: Dim,
+    block: Dim,
+    shared_bytes: int,
+    params_address: int,
+    *,
+    order: Order = "forward",
+    seed: int = 0,
+    workers: int = 1,
+    check: bool = False,
+    strict: bool = True,
+) -> None:
+    """Run a launch to its end.
+
+    Parameters
+    ----------
+    func : int
+        Handle from :func:`get_function`.
+    grid, block : int or tuple of int
+        Up to three dimensions; at most 1024 threads per block.
+    shared_bytes : int
+        Dynamic shared memory.
+    params_address : int
+        Address of an array of pointers to the parameter values, as for ``cuLaunchKernel``.
+    order : {"forward", "reverse", "random"}
+        In which order blocks and threads run; ``seed`` picks the random one.
+    workers : int
+        OS threads that run blocks. Check mode uses one.
+    check : bool
+        Needs a module compiled with ``check=True``.
+    strict : bool
+        Whether a thread that returned makes a later barrier an error.
+
+    Raises
+    ------
+    HostCheckError
+        One of its kinds: the kernel did something wrong. Memory keeps what was written before;
+        everything stays usable.
+    LaunchLimit
+        The launch was refused; nothing ran.
+    """
+    options = _Options(ORDERS[order], workers, seed & 0xFFFFFFFFFFFFFFFF, strict, check)
+    failure = _Failure()
+    kind = runtime().memra_run(
+        func, _dim3(grid), _dim3(block), shared_bytes, params_address,
+        ctypes.byref(options), ctypes.byref(failure),
+    )  # fmt: skip
+    if kind:
+        raise _translate(failure)
+
+
+def _translate(f: _Failure) -> errors.MemraError:
+    message = f.message.decode(errors="replace")
+    kernel = f.kernel.decode(errors="replace")
+    if f.kind == 7:
+        return errors.LaunchLimit(f"launch of {kernel}: {message}", what=message)
+    where = f"{f.file.decode(errors='replace')}:{f.line}" if f.line else ""
+    if not where and f.pc:
+        where = locate(f.module.decode(errors="replace"), f.pc)
+    block, thread = tuple(f.block), tuple(f.thread)
+    at = f" at {where}" if where else ""
+    other = locate(f.module.decode(errors="replace"), f.other_pc) if f.other_pc else ""
+    if other:
+        message += f" (the other access: {other})"
+    return _ERRORS[f.kind](
+        f"kernel {kernel}, block {block}, thread {thread}{at}: {message}",
+        kernel=kernel, block=block, thread=thread, where=where,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def locate(module: str, offset: int) -> str:
+    """Source place (``file:line``) of an offset into a library; empty without ``addr2line``."""
+    tool = shutil.which("addr2line") or shutil.which("llvm-addr2line")
+    if tool is None or not module:
+        return ""
+    try:
+        # One byte back: the offset is often a return address.
+        answer = subprocess.run(
+            [tool, "-e", module, hex(offset)], capture_output=True, timeout=20, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    text = answer.stdout.decode(errors="replace").strip().split(" (")[0]
+    return "" if text.startswith("?") or text.endswith(":?") else text
+
+
+# ---- a convenience for kernel authors --------------------------------------------------------------
+
+
+def cuda_src() -> Path:
+    """Folder of the kernel sources of this library."""
+    here = Path(__file__).resolve().parents[2]
+    for candidate in (here / "cuda_src", here.parent / "cuda_src"):
+        if (candidate / "common" / "device.cuh").is_file():
+            return candidate
+    raise errors.HeaderNotFound("cuda_src/common/device.cuh was not found", name="device.cuh")
+
+
+def quick(
+    source_file: str | Path,
+    name_expr: str,
+    defines: Mapping[str, object] | None = None,
+    *,
+    include_dirs: Sequence[str | Path] = (),
+    check: bool = False,
+    sanitize: Sanitizer | None = None,
+) -> Callable[..., None]:
+    """Compile a kernel and return a function that runs it on NumPy arrays.
+
+    Parameters
+    ----------
+    source_file : path or str
+        A path (relative ones are looked up in ``cuda_src`` too), or a source text.
+    name_expr : str
+        Kernel name, or name expression such as ``"attend<128>"``.
+    defines : mapping, optional
+
+    Returns
+    -------
+    callable
+        ``f(grid, block, shared_bytes, *args, order=, seed=, workers=, check=, strict=)``. An array
+        is passed as a guarded copy and copied back, also when the launch fails; ``None`` is a null
+        pointer; everything else must be a NumPy scalar of the parameter's size.
+
+    Examples
+    --------
+    >>> scale = quick("demo.cu", "scale<4>")                       # doctest: +SKIP
+    >>> scale(8, 128, 0, x, np.float32(2), np.int32(x.size))       # doctest: +SKIP
+    """
+    from ...compile.hostcxx import compile_host
+
+    source: str | Path = source_file
+    if isinstance(source_file, Path) or "\n" not in source_file:
+        source = Path(source_file)
+        if not source.is_file():
+            source = cuda_src() / source_file
+    image = compile_host(source, [name_expr], [*include_dirs, cuda_src()], defines, check, sanitize)
+    func = get_function(load(image.path), name_expr)
+    sizes = param_sizes(func)
+
+    def call(grid: Dim, block: Dim, shared_bytes: int, *args: Any, **options: Any) -> None:
+        if len(args) != len(sizes):
+            raise errors.ArgumentError(
+                f"{name_expr} takes {len(sizes)} arguments, got {len(args)}", kernel=name_expr
+            )
+        options.setdefault("check", check)
+        values: list[Any] = []
+        buffers: dict[int, tuple[npt.NDArray[Any], int]] = {}
+        try:
+            for i, (arg, size) in enumerate(zip(args, sizes, strict=True)):
+                if arg is None or isinstance(arg, np.ndarray):
+                    value = 0
+                    if arg is not None:
+                        if not arg.flags.c_contiguous:
+                            raise errors.ArgumentError(
+                                f"{name_expr}: array {i} is not C-contiguous", index=i
+                            )
+                        if id(arg) not in buffers:
+                            buffers[id(arg)] = (arg, alloc(arg.nbytes))
+                            copy_in(buffers[id(arg)][1], arg)
+                        value = buffers[id(arg)][1]
+                    data = value.to_bytes(8, "little")
+                else:
+                    data = np.generic.tobytes(arg)
+                if len(data) != size:
+                    raise errors.ArgumentError(
+                        f"{name_expr}: argument {i} has {len(data)} bytes, the kernel wants {size}",
+                        kernel=name_expr, index=i, expected=str(size), got=str(len(data)),
+                    )  # fmt: skip
+                values.append(ctypes.create_string_buffer(data, size))
+            pointers = (ctypes.c_void_p * max(1, len(values)))(*map(ctypes.addressof, values))
+            try:
+                run(func, grid, block, shared_bytes, ctypes.addressof(pointers), **options)
+            finally:
+                for array, ptr in buffers.values():
+                    if array.flags.writeable:
+                        copy_out(array, ptr)
+        finally:
+            for _, ptr in buffers.values():
+                free(ptr)
+
+    return call
