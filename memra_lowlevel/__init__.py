@@ -1,0 +1,97 @@
+"""A low-level runtime for LLM decoding.
+
+Run-time compiled kernels, explicit streams, captured graphs with device counters, and a CPU device
+that runs the same kernels. Names are loaded on first use: importing the package makes no CUDA call
+and takes a few milliseconds.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import cache, errors, formats, layer_kv, speculative
+    from .compile import CompileOptions, Kernel, Module, compile_file, compile_source
+    from .graph import CaptureMode, DeviceCounter, Graph, GraphExec, sync_counters
+    from .runtime import (
+        Arena,
+        Buffer,
+        Device,
+        Event,
+        LaunchConfig,
+        PinnedBuffer,
+        PreparedLaunch,
+        Stream,
+        census,
+        launch,
+        launch_many,
+        no_leaks,
+        prepare,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Arena",
+    "Buffer",
+    "CaptureMode",
+    "CompileOptions",
+    "Device",
+    "DeviceCounter",
+    "Event",
+    "Graph",
+    "GraphExec",
+    "Kernel",
+    "LaunchConfig",
+    "Module",
+    "PinnedBuffer",
+    "PreparedLaunch",
+    "Stream",
+    "cache",
+    "census",
+    "compile_file",
+    "compile_source",
+    "errors",
+    "formats",
+    "launch",
+    "launch_many",
+    "layer_kv",
+    "no_leaks",
+    "prepare",
+    "speculative",
+    "sync_counters",
+]
+
+_HOMES = {
+    **dict.fromkeys(
+        ("CompileOptions", "Kernel", "Module", "compile_file", "compile_source"), ".compile"
+    ),
+    **dict.fromkeys(
+        ("CaptureMode", "DeviceCounter", "Graph", "GraphExec", "sync_counters"), ".graph"
+    ),
+    **dict.fromkeys(
+        (
+            "Arena", "Buffer", "Device", "Event", "LaunchConfig", "PinnedBuffer",
+            "PreparedLaunch", "Stream", "census", "launch", "launch_many", "no_leaks", "prepare",
+        ),
+        ".runtime",
+    ),
+}  # fmt: skip
+_PACKAGES = ("cache", "errors", "formats", "layer_kv", "speculative")
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is not None:
+        value = getattr(import_module(home, __name__), name)
+    elif name in _PACKAGES:
+        value = import_module("." + name, __name__)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,420 @@
+"""Executable graphs: launch, update, upload."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from .. import native
+from ..driver.table import KernelNodeParams, MemcpyNodeParams, MemsetNodeParams, NodeType
+from ..driver.trace import caller
+from ..errors import ArgumentError, DriverError, LaunchLimit, UpdateRefused
+from ..runtime.launch import LaunchConfig, Launcher, _driver_error, check_limits
+from ..runtime.lifetime import Owned
+from ..runtime.memory import Storage
+from ..runtime.recording import Keeps
+from .capture import capture_of
+from .graph import Graph, Node, copy_params, memset_params
+
+if TYPE_CHECKING:
+    from ..runtime.device import Device
+    from ..runtime.stream import Stream
+    from .audit import Finding, Report
+    from .effects import Effect
+
+__all__ = ["GraphExec"]
+
+NodeParams = KernelNodeParams | MemcpyNodeParams | MemsetNodeParams
+_FIELDS = {
+    NodeType.KERNEL: ("args", "grid", "block", "shared_bytes"),
+    NodeType.MEMCPY: ("dst", "src"),
+    NodeType.MEMSET: ("dst", "value"),
+}
+
+
+class GraphExec(Owned):
+    """A launchable graph; made by :meth:`Graph.instantiate`.
+
+    Keeps operands, kernels and counters alive until it is closed, also when their owners close
+    them. Launches of one executable run one after the other.
+
+    Attributes
+    ----------
+    handle : int
+        Driver handle.
+    graph : Graph
+        What it was made from (may be closed).
+    n_launches, n_updates : int
+        Launches and node updates made through this object.
+    """
+
+    kind = "graph executable"
+
+    def __init__(self, graph: Graph) -> None:
+        context = graph.context
+        driver, source = context.driver, graph.handle
+        context.reap()
+        context.activate()
+        handle = driver.cuGraphInstantiate(source, 0)
+        self.handle, self.graph = handle, graph
+        keeps = self.keeps = Keeps(graph.keeps.operands.values(), graph.keeps.kernels.values())
+        self.effects: list[Effect] = list(graph.effects.values())
+        self.checks = list(graph.checks)
+        self.n_updates = 0
+        self._n_slow = 0
+        self._params: dict[int, NodeParams] = {}
+        self._nodes = graph.nodes()
+
+        def reclaim() -> None:
+            try:
+                driver.cuGraphExecDestroy(handle)
+                driver.name_handle(handle, "")
+            finally:
+                keeps.release()
+
+        super().__init__(context, graph.name, reclaim)
+        driver.name_handle(handle, self.name)
+        self._cell: Any = None
+        if context.native is not None and native.available():
+            ffi = native.ffi
+            cell = self._cell = ffi.new("mll_exec *")
+            cell.device, cell.exec = context.native.cell, ffi.cast("void *", handle)
+            cell.id = context.native.number(self.name, self.where)
+            self._launch = native.lib.mll_graph_launch
+        self._n_base = 0
+        self._load_effects()
+
+    @property
+    def device(self) -> Device:
+        """Device of the executable."""
+        return self.context.device
+
+    @property
+    def n_launches(self) -> int:
+        """Launches so far that the driver accepted."""
+        return self._n_slow + (int(self._cell.n_done) if self._cell is not None else 0)
+
+    # -- launch -----------------------------------------------------------------------------------
+    def launch(self, stream: Stream) -> None:
+        """Launch on ``stream``: one driver call.
+
+        Before it, each counter's room is checked; after it, the host mirrors move.
+
+        Raises
+        ------
+        CapacityExceeded, CounterUnknown
+            If a counter has no room, or nobody knows whether it has. Nothing is launched.
+        """
+        if self.checks:
+            for check in self.checks:
+                check(self)
+        cell = self._cell
+        if cell is not None:
+            code = self._launch(cell, stream.cell)
+            if code == 0:
+                return
+            if code > 0:
+                raise _driver_error(self.context, code, "cuGraphLaunch", stream, None)
+        self._launch_checked(stream)
+
+    def upload(self, stream: Stream) -> None:
+        """Bring the graph to the device ahead of its first launch."""
+        self._check_stream(stream)
+        self.context.ensure()
+        self.context.driver.cuGraphUpload(self.handle, stream.handle)
+
+    # -- what it is -------------------------------------------------------------------------------
+    def describe(self) -> Report:
+        """What the graph consists of, what it froze, and what it was used for."""
+        from .audit import report
+
+        return report(self.graph, self)
+
+    def audit(self) -> list[Finding]:
+        """What is doubtful about the graph; empty if nothing is."""
+        return list(self.describe().findings)
+
+    def params(self, which: Node | int | str) -> NodeParams:
+        """Parameters of a node as they will be launched."""
+        node = self._node(which)
+        found = self._params.get(node.index)
+        if found is None:
+            found = read_params(self.graph, node)
+        return found
+
+    # -- update -----------------------------------------------------------------------------------
+    def update(self, which: Node | int | str, **fields: Any) -> None:
+        """Change parameters of one node for later launches.
+
+        Parameters
+        ----------
+        which : Node, int or str
+        args : mapping of parameter name or position to value
+            Kernel nodes; other parameters stay.
+        grid, block, shared_bytes
+            Kernel nodes.
+        dst, src : Buffer or PinnedBuffer
+            Copy nodes; set nodes take ``dst`` and ``value``.
+
+        Raises
+        ------
+        UpdateRefused
+            With the node, the field and the reason; nothing is changed.
+        """
+        self._check_open()
+        node = self._node(which)
+        allowed = _FIELDS.get(node.kind, ())
+        for name in fields:
+            if name not in allowed:
+                has = ", ".join(allowed) or "nothing"
+                raise _refused(node, name, f"a {node.kind.name.lower()} node can change {has}")
+        old = self.params(node)
+        operands: list[Storage] = []
+        if isinstance(old, KernelNodeParams):
+            new: NodeParams = self._new_kernel(node, old, fields, operands)
+        elif isinstance(old, MemcpyNodeParams):
+            new = self._new_copy(node, old, fields, operands)
+        else:
+            new = self._new_memset(node, old, fields, operands)
+        for operand in operands:
+            self.keeps.add(operand)
+        self._set(node, new)
+        self._params[node.index] = new
+        self.n_updates += 1
+        if self._cell is not None:
+            self._cell.last = native.ffi.NULL
+
+    def update_graph(self, graph: Graph) -> None:
+        """Take over all parameters of another graph of the same shape.
+
+        Raises
+        ------
+        UpdateRefused
+            With the driver's reason and the node it names; the executable is as before.
+        """
+        self._check_open()
+        if graph.context is not self.context:
+            raise UpdateRefused(
+                f"{self.name}: graph {graph.name!r} is on {graph.context}, the executable on "
+                f"{self.context}.", node="", field="device", reason="another device",
+            )  # fmt: skip
+        self.context.ensure()
+        nodes = graph.nodes()
+        result = self.context.driver.cuGraphExecUpdate(self.handle, graph.handle)
+        if not result.ok:
+            named = next((n.name for n in nodes if n.handle == result.node), "")
+            raise UpdateRefused(
+                f"{self.name}: the driver refuses the update from graph {graph.name!r}"
+                f"{' at node ' + named if named else ''}: {result.reason} (from {caller()}). "
+                "Instantiate the new graph instead.",
+                node=named,
+                field="topology" if "TOPOLOGY" in result.reason.upper() else "parameters",
+                reason=result.reason,
+            )
+        for operand in graph.keeps.operands.values():
+            self.keeps.add(operand)
+        for kernel in graph.keeps.kernels.values():
+            self.keeps.add_kernel(kernel)
+        mine = self.nodes()
+        self._params = {
+            a.index: read_params(graph, b)
+            for a, b in zip(mine, nodes, strict=False)
+            if b.kind in _FIELDS
+        }
+        self.effects, self.checks = list(graph.effects.values()), list(graph.checks)
+        self._load_effects()
+        self.n_updates += 1
+
+    def nodes(self) -> list[Node]:
+        """Nodes of the graph it was made from."""
+        return self._nodes
+
+    # -- below ------------------------------------------------------------------------------------
+    def _node(self, which: Node | int | str) -> Node:
+        if isinstance(which, Node) and which in self._nodes:
+            return which
+        for node in self._nodes:
+            if which in (node.index, node.name) or (
+                f"{which}#0" == node.name and f"{which}#1" not in {n.name for n in self._nodes}
+            ):
+                return node
+        return self.graph.node(which)
+
+    def _check_stream(self, stream: Stream) -> None:
+        self._check_open()
+        stream._check_open()
+        if stream.context is not self.context:
+            raise ArgumentError(
+                f"graph executable {self.name!r} is on {self.context}, stream {stream.name!r} on "
+                f"{stream.context} (from {caller()}). Use a stream of the graph's device.",
+                name=self.name,
+                expected=str(self.context),
+                got=str(stream.context),
+            )
+
+    def _launch_checked(self, stream: Stream) -> None:
+        self._check_stream(stream)
+        capture = capture_of(stream)
+        if capture is None:
+            for effect in self.effects:
+                effect.check()
+        else:
+            capture.note_effects({e.counter.serial: e for e in self.effects})
+        self.context.ensure()
+        self.context.driver.cuGraphLaunch(self.handle, stream.handle)
+        if capture is not None:
+            # The launch became a child graph: its operands are operands of the capture.
+            for operand in (self, *self.keeps.operands.values()):
+                capture.keeps.add(operand)
+            for kernel in self.keeps.kernels.values():
+                capture.keeps.add_kernel(kernel)
+            for check in self.checks:
+                capture.add_check(check)
+            capture.tick(stream)
+            return
+        for effect in self.effects:
+            effect.apply()
+        self._n_slow += 1
+        for operand in self.keeps.operands.values():
+            if isinstance(operand, Storage):
+                operand.streams.add(stream)
+        self._last_stream = stream  # keeps the record that the compiled path compares with alive
+        if self._cell is not None and not self.context.trace_lines:
+            self._cell.last = stream.cell
+
+    def _load_effects(self) -> None:
+        cell = self._cell
+        if cell is None:
+            return
+        self._effect_cells = native.ffi.new("mll_effect[]", max(1, len(self.effects)))
+        for i, effect in enumerate(self.effects):
+            effect.fill(self._effect_cells[i])
+        cell.effects, cell.n_effects = self._effect_cells, len(self.effects)
+        cell.last = native.ffi.NULL
+
+    def _before_close(self) -> None:
+        if self._cell is not None:
+            self._cell.dead = 1
+            if self.context.native is not None:
+                self.context.native.forget(self._cell.id)
+
+    def _set(self, node: Node, new: NodeParams) -> None:
+        driver, ctx = self.context.driver, self.context.handle
+        self.context.ensure()
+        try:
+            if isinstance(new, KernelNodeParams):
+                driver.cuGraphExecKernelNodeSetParams(self.handle, node.handle, new)
+            elif isinstance(new, MemcpyNodeParams):
+                driver.cuGraphExecMemcpyNodeSetParams(self.handle, node.handle, new, ctx)
+            else:
+                driver.cuGraphExecMemsetNodeSetParams(self.handle, node.handle, new, ctx)
+        except DriverError as error:
+            raise _refused(node, "parameters", f"the driver says {error.result}") from error
+
+    def _new_kernel(
+        self,
+        node: Node,
+        old: KernelNodeParams,
+        fields: Mapping[str, Any],
+        operands: list[Storage],
+    ) -> KernelNodeParams:
+        kernel = self.keeps.kernels.get(old.func)
+        if kernel is None:
+            raise _refused(node, "args", "its kernel was not launched through this library")
+        launcher = Launcher.of(self.context, kernel)
+        values = list(old.params)
+        for which, value in dict(fields.get("args", {})).items():
+            try:
+                index = launcher.encoder.index(which)
+                values[index], storage = launcher.encoder.pack_one(index, value, self.context)
+            except ArgumentError as error:
+                raise _refused(node, f"args[{which!r}]", str(error)) from error
+            if storage is not None:
+                operands.append(storage)
+        grid = fields.get("grid", old.grid)
+        block = fields.get("block", old.block)
+        shared = fields.get("shared_bytes", old.shared_bytes)
+        try:
+            config = LaunchConfig(grid, block, shared)
+            check_limits(launcher, config)
+        except (LaunchLimit, ArgumentError) as error:
+            what = getattr(error, "what", "") or getattr(error, "name", "")
+            raise _refused(node, what.partition(".")[0] or "grid", str(error)) from error
+        site = launcher.site(config)
+        return KernelNodeParams(
+            old.func, site.grid, site.block, shared, tuple(values), old.programmatic
+        )
+
+    def _new_copy(
+        self,
+        node: Node,
+        old: MemcpyNodeParams,
+        fields: Mapping[str, Any],
+        operands: list[Storage],
+    ) -> MemcpyNodeParams:
+        new = {"dst": old.dst, "src": old.src}
+        for name, memory in fields.items():
+            try:
+                copy_params(self.context, memory, memory)
+            except (ArgumentError, AttributeError) as error:
+                raise _refused(node, name, str(error)) from error
+            if memory.n_bytes != old.n_bytes:
+                reason = f"{memory!r} has {memory.n_bytes} bytes, the node copies {old.n_bytes}"
+                raise _refused(node, name, reason)
+            pinned = memory.storage.space == "pinned"
+            side = {"htod": "src", "dtoh": "dst"}.get(old.kind, "")
+            if old.kind != "unknown" and pinned != (side == name):
+                reason = "a copy node cannot change between device and host memory"
+                raise _refused(node, name, reason)
+            new[name] = memory.ptr
+            operands.append(memory.storage)
+        return MemcpyNodeParams(new["dst"], new["src"], old.n_bytes, old.kind)
+
+    def _new_memset(
+        self,
+        node: Node,
+        old: MemsetNodeParams,
+        fields: Mapping[str, Any],
+        operands: list[Storage],
+    ) -> MemsetNodeParams:
+        dst, value, width = old.dst, fields.get("value", old.value), old.element_bytes
+        if "dst" in fields:
+            memory = fields["dst"]
+            try:
+                fresh = memset_params(self.context, memory, 0)
+            except (ArgumentError, AttributeError) as error:
+                raise _refused(node, "dst", str(error)) from error
+            if (fresh.element_bytes, fresh.n_elements) != (width, old.n_elements):
+                reason = f"{memory!r} is not {old.n_elements} elements of {width} byte(s)"
+                raise _refused(node, "dst", reason)
+            dst = memory.ptr
+            operands.append(memory.storage)
+        if not isinstance(value, int) or not -(1 << (8 * width - 1)) <= value < 1 << (8 * width):
+            raise _refused(node, "value", f"{value!r} does not fit in {width} byte(s)")
+        mask = (1 << (8 * width)) - 1
+        return MemsetNodeParams(dst, value & mask, width, old.n_elements)
+
+
+def read_params(graph: Graph, node: Node, kernels: Mapping[int, Any] | None = None) -> NodeParams:
+    """Parameters of a node as the driver has them."""
+    driver = graph.context.driver
+    if node.kind is NodeType.KERNEL:
+        known = graph.keeps.kernels if kernels is None else kernels
+        kernel = next((k for k in known.values() if k.name == node.name.rpartition("#")[0]), None)
+        sizes = None if kernel is None else [p.size for p in kernel.params]
+        return driver.cuGraphKernelNodeGetParams(node.handle, sizes)
+    if node.kind is NodeType.MEMCPY:
+        return driver.cuGraphMemcpyNodeGetParams(node.handle)
+    if node.kind is NodeType.MEMSET:
+        return driver.cuGraphMemsetNodeGetParams(node.handle)
+    raise _refused(node, "parameters", f"a {node.kind.name.lower()} node has none")
+
+
+def _refused(node: Node, field: str, reason: str) -> UpdateRefused:
+    return UpdateRefused(
+        f"update of node {node.name}, field {field}: {reason} (from {caller()}). "
+        "The executable is unchanged.",
+        node=node.name,
+        field=field,
+        reason=reason,
+    )

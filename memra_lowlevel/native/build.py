@@ -1,0 +1,41 @@
+"""Build script of ``memra_lowlevel.native._launch``, the prepared launch path in C.
+
+``python memra_lowlevel/native/build.py`` builds it in place; setup.py names ``ffibuilder``.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from cffi import FFI
+
+HERE = Path(__file__).resolve().parent
+
+
+def declarations() -> str:
+    """The header without preprocessor lines and comments, which is what cffi reads."""
+    text = (HERE / "launch_path.h").read_text()
+    text = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
+    return "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+
+
+ffibuilder = FFI()
+ffibuilder.cdef(declarations())
+ffibuilder.set_source(
+    "memra_lowlevel.native._launch",
+    # Included by content, so that the generated file builds wherever it is put.
+    (HERE / "launch_path.h").read_text()
+    + (HERE / "launch_path.c").read_text().replace('#include "launch_path.h"', ""),
+    extra_compile_args=["-O2", "-std=gnu11"],
+    py_limited_api=True,
+)
+
+if __name__ == "__main__":
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as build:
+        built = Path(ffibuilder.compile(tmpdir=build, verbose=False))
+        target = HERE / built.name
+        target.write_bytes(built.read_bytes())
+        print(target)

@@ -1,0 +1,159 @@
+/* The prepared launch path; see launch_path.h. No Python object is touched here and the caller has
+ * released the interpreter lock, so shared counts are atomic and plans are read-only. */
+#include "launch_path.h"
+
+#include <time.h>
+
+#if defined(__x86_64__)
+#include <x86intrin.h>
+#endif
+
+#define MAX_PARAMS 64
+
+static __thread uintptr_t current_context;
+
+void mll_note_context(uintptr_t ctx) { current_context = ctx; }
+
+uint64_t mll_raw(void)
+{
+#if defined(__x86_64__)
+    return __rdtsc();
+#elif defined(__aarch64__)
+    uint64_t v;
+    __asm__ volatile("mrs %0, cntvct_el0" : "=r"(v));
+    return v;
+#else
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+#endif
+}
+
+static inline void trace(mll_device *d, uint32_t id, uint32_t call, const mll_stream *s)
+{
+    uint64_t i = __atomic_fetch_add(&d->next, 1, __ATOMIC_RELAXED);
+    mll_entry *e = &d->ring[i & d->mask];
+    e->raw = mll_raw();
+    e->stream = (uint64_t)(uintptr_t)s->handle;
+    e->plan = id;
+    e->call = call;
+}
+
+static int refuse(mll_device *d, int code)
+{
+    __atomic_fetch_add(&d->n_refused, 1, __ATOMIC_RELAXED);
+    return code;
+}
+
+/* The checks that every launch makes; `last` is the stream whose use is already noted. */
+static inline int check(mll_device *d, const mll_stream *s, int32_t dead, const mll_stream *last)
+{
+    if (__builtin_expect(s == last && !dead && !s->closed && !s->recording && !d->closed &&
+                             current_context == d->ctx, 1))
+        return MLL_OK;
+    if (dead)
+        return refuse(d, MLL_DEAD);
+    if (s->closed || d->closed)
+        return refuse(d, MLL_STREAM_CLOSED);
+    if (s->device != d)
+        return refuse(d, MLL_WRONG_DEVICE);
+    return refuse(d, MLL_SLOW);
+}
+
+int mll_launch(mll_plan *p, mll_stream *s)
+{
+    mll_device *d = p->device;
+    int code = check(d, s, p->dead, p->last);
+    if (code)
+        return code;
+    trace(d, p->id, 0, s);
+    __atomic_fetch_add(&d->n_launches, 1, __ATOMIC_RELAXED);
+    return d->launch(p->func, p->grid[0], p->grid[1], p->grid[2], p->block[0], p->block[1],
+                     p->block[2], p->shared_bytes, s->handle, p->params, NULL);
+}
+
+int mll_launch_many(mll_plan **plans, uint32_t n, mll_stream *s, uint32_t *done)
+{
+    /* All plans are checked before the first is launched: a refusal leaves nothing half done. */
+    *done = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        int code = check(plans[i]->device, s, plans[i]->dead, plans[i]->last);
+        if (code) {
+            *done = i;
+            return code;
+        }
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        mll_plan *p = plans[i];
+        mll_device *d = p->device;
+        trace(d, p->id, 0, s);
+        __atomic_fetch_add(&d->n_launches, 1, __ATOMIC_RELAXED);
+        int code = d->launch(p->func, p->grid[0], p->grid[1], p->grid[2], p->block[0],
+                             p->block[1], p->block[2], p->shared_bytes, s->handle, p->params, NULL);
+        *done = i;
+        if (code)
+            return code;
+    }
+    *done = n;
+    return MLL_OK;
+}
+
+int mll_launch_site(mll_site *t, mll_stream *s, const char *block)
+{
+    mll_device *d = t->device;
+    void *params[MAX_PARAMS];
+    int code = check(d, s, 0, s);
+    if (!code && s->device != d)
+        code = refuse(d, MLL_WRONG_DEVICE);
+    if (code)
+        return code;
+    for (uint32_t i = 0; i < t->n_params; i++)
+        params[i] = (void *)(block + t->offsets[i]);
+    trace(d, t->id, 0, s);
+    __atomic_fetch_add(&d->n_launches, 1, __ATOMIC_RELAXED);
+    return d->launch(t->func, t->grid[0], t->grid[1], t->grid[2], t->block[0], t->block[1],
+                     t->block[2], t->shared_bytes, s->handle, params, NULL);
+}
+
+static int has_room(const mll_effect *e)
+{
+    const mll_counter *c = e->counter;
+    if (e->need > 0 && c->capacity >= 0 && (!c->bounded || c->upper + e->need > c->capacity))
+        return 0;
+    return c->lower + e->low >= 0;
+}
+
+static void apply(const mll_effect *e)
+{
+    mll_counter *c = e->counter;
+    if (e->has_set) {
+        c->lower = c->upper = e->set_to;
+        c->known = c->bounded = 1;
+    }
+    c->lower += e->add_lower;
+    c->upper += e->add_upper;
+    c->known &= e->known;
+    c->bounded &= e->bounded;
+    if (c->lower < 0)
+        c->lower = 0;
+}
+
+int mll_graph_launch(mll_exec *x, mll_stream *s)
+{
+    mll_device *d = x->device;
+    int code = check(d, s, x->dead, x->last);
+    if (code)
+        return code;
+    for (uint32_t i = 0; i < x->n_effects; i++)
+        if (!has_room(&x->effects[i]))
+            return refuse(d, MLL_ROOM);
+    trace(d, x->id, 1, s);
+    __atomic_fetch_add(&d->n_graph_launches, 1, __ATOMIC_RELAXED);
+    code = d->graph_launch(x->exec, s->handle);
+    if (code == 0) {
+        x->n_done++;
+        for (uint32_t i = 0; i < x->n_effects; i++)
+            apply(&x->effects[i]);
+    }
+    return code;
+}

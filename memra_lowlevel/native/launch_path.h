@@ -1,0 +1,100 @@
+/* The prepared launch path: structures shared by launch_path.c and the cffi build script.
+ *
+ * Everything that can be decided before a launch is decided in Python and stored here, so that a
+ * launch is a few loads and compares, one ring entry and one call of the driver.
+ */
+#ifndef MEMRA_LAUNCH_PATH_H
+#define MEMRA_LAUNCH_PATH_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* Answers below zero are ours, above zero the driver's. */
+enum {
+    MLL_OK = 0,
+    MLL_STREAM_CLOSED = -1,
+    MLL_DEAD = -2,         /* the plan, or an operand of it, was closed */
+    MLL_WRONG_DEVICE = -3,
+    MLL_SLOW = -4,         /* capture, first use on this stream or thread: Python must look */
+    MLL_ROOM = -5          /* a counter has no room, or its bounds are unknown */
+};
+
+typedef int (*mll_launch_fn)(void *func, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
+                             unsigned by, unsigned bz, unsigned shared_bytes, void *stream,
+                             void **params, void **extra);
+typedef int (*mll_graph_fn)(void *exec, void *stream);
+
+typedef struct {
+    uint64_t raw;    /* raw time counter */
+    uint64_t stream; /* driver handle */
+    uint32_t plan;   /* id of the plan, site or executable */
+    uint32_t call;   /* 0 cuLaunchKernel, 1 cuGraphLaunch */
+} mll_entry;
+
+typedef struct {
+    mll_launch_fn launch;
+    mll_graph_fn graph_launch;
+    uintptr_t ctx;
+    uint64_t n_launches, n_graph_launches, n_refused;
+    uint64_t next; /* entries written to the ring so far */
+    uint64_t mask;
+    mll_entry *ring;
+    int32_t closed;
+} mll_device;
+
+typedef struct {
+    void *handle;
+    mll_device *device;
+    int32_t closed, recording;
+} mll_stream;
+
+typedef struct {
+    mll_device *device;
+    void *func;
+    unsigned grid[3], block[3], shared_bytes;
+    uint32_t id, n_params;
+    int32_t dead;
+    mll_stream *last; /* stream whose use of the operands is already noted */
+    void **params;
+} mll_plan;
+
+typedef struct {
+    mll_device *device;
+    void *func;
+    unsigned grid[3], block[3], shared_bytes;
+    uint32_t id, n_params;
+    const uint32_t *offsets;
+} mll_site;
+
+/* Host mirror of a device counter: the value lies in [lower, upper]. */
+typedef struct {
+    int64_t lower, upper, capacity; /* capacity < 0: none */
+    int32_t known, bounded;
+} mll_counter;
+
+/* What one launch of an executable does to one counter. */
+typedef struct {
+    mll_counter *counter;
+    int64_t need, low; /* largest and smallest excursion before the first set */
+    int64_t set_to, add_lower, add_upper;
+    int32_t has_set, bounded, known;
+} mll_effect;
+
+typedef struct {
+    mll_device *device;
+    void *exec;
+    uint32_t id, n_effects;
+    int32_t dead;
+    mll_stream *last;
+    mll_effect *effects;
+    uint64_t n_done; /* launches that the driver accepted */
+} mll_exec;
+
+void mll_note_context(uintptr_t ctx);
+uint64_t mll_raw(void);
+int mll_launch(mll_plan *plan, mll_stream *stream);
+int mll_launch_many(mll_plan **plans, uint32_t n, mll_stream *stream, uint32_t *done);
+int mll_launch_site(mll_site *site, mll_stream *stream, const char *block);
+int mll_graph_launch(mll_exec *exec, mll_stream *stream);
+
+#endif

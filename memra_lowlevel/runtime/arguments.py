@@ -1,0 +1,255 @@
+"""Checking and packing of kernel arguments against the loaded kernel.
+
+Offsets and sizes come from the driver, names and types from the source (see
+:class:`memra_lowlevel.compile.Param`). Nothing is widened or guessed: a Python float becomes what
+the parameter declares, an integer must lie in its range, a buffer must have its dtype.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from ..driver.trace import caller
+from ..errors import ArgumentError
+from .memory import Buffer, PinnedBuffer, Storage, _Memory
+
+if TYPE_CHECKING:
+    from ..compile import Kernel, Param
+    from .context import Context
+
+__all__ = ["Encoder", "Operand"]
+
+_INTS = {
+    "int8": "b", "uint8": "B", "int16": "h", "uint16": "H",
+    "int32": "i", "uint32": "I", "int64": "q", "uint64": "Q",
+}  # fmt: skip
+_FLOATS = {"float32": "f", "float64": "d", "float16": "e"}
+_RANGES = {
+    name: (int(np.iinfo(name).min), int(np.iinfo(name).max)) for name in _INTS
+}  # fmt: skip
+_F32_MAX = float(np.finfo(np.float32).max)
+# 16-bit floats have no type of their own in kernel sources; their bits travel as uint16_t.
+_SAME_BITS = {"uint16": ("float16", "bfloat16"), "uint8": ("float8_e4m3fn", "bool")}
+
+Convert = Callable[[Any, "Context"], Any]
+
+
+@runtime_checkable
+class Operand(Protocol):
+    """Anything that stands for a buffer as a kernel argument, such as a ``DeviceCounter``."""
+
+    @property
+    def buffer(self) -> Buffer:
+        """The buffer that the kernel gets."""
+        ...
+
+
+class Encoder:
+    """Argument checker and packer of one kernel.
+
+    Attributes
+    ----------
+    kernel : Kernel
+    offsets : tuple of int
+        Offset in bytes of each parameter in a block.
+    n_bytes : int
+        Size of a block, a multiple of 8.
+    """
+
+    def __init__(self, kernel: Kernel) -> None:
+        params = tuple(kernel.params)
+        self.name, self.params = kernel.name, params
+        self.offsets = tuple(p.offset for p in params)
+        self.n_bytes = -(-max((p.offset + p.size for p in params), default=0) // 8) * 8 or 8
+        codes, at = ["<"], 0
+        self._convert: list[Convert] = []
+        for i, p in enumerate(params):
+            codes.append(f"{p.offset - at}x")
+            code, convert = _pointer(self.name, i, p) if p.pointer else _scalar(self.name, i, p)
+            codes.append(code)
+            self._convert.append(convert)
+            at = p.offset + p.size
+        codes.append(f"{self.n_bytes - at}x")
+        self._struct = struct.Struct("".join(codes))
+        self._singles = [struct.Struct("<" + c) for c in codes[2::2]]
+
+    def pack(self, args: Sequence[Any], context: Context) -> tuple[bytes, list[Storage]]:
+        """Check ``args`` and give the parameter block and the storages it names."""
+        if len(args) != len(self._convert):
+            names = ", ".join(f"{p.ctype} {p.name}" for p in self.params)
+            raise ArgumentError(
+                f"{self.name} takes {len(self.params)} arguments ({names}), not {len(args)} "
+                f"(from {caller()}).",
+                kernel=self.name,
+                expected=str(len(self.params)),
+                got=str(len(args)),
+            )
+        storages: list[Storage] = []
+        values = []
+        for arg, convert in zip(args, self._convert, strict=True):
+            value = convert(arg, context)
+            if type(value) is tuple:
+                value, storage = value
+                storages.append(storage)
+            values.append(value)
+        return self._struct.pack(*values), storages
+
+    def pack_one(self, index: int, arg: Any, context: Context) -> tuple[bytes, Storage | None]:
+        """Check one argument and give its bytes."""
+        value = self._convert[index](arg, context)
+        storage = None
+        if type(value) is tuple:
+            value, storage = value
+        return self._singles[index].pack(value), storage
+
+    def index(self, which: int | str) -> int:
+        """Position of a parameter given by position or name."""
+        for i, p in enumerate(self.params):
+            if which == i or which == p.name:
+                return i
+        names = ", ".join(p.name for p in self.params)
+        raise ArgumentError(
+            f"{self.name} has no parameter {which!r}; it has {names}.",
+            kernel=self.name, name=str(which), expected=names, got=str(which),
+        )  # fmt: skip
+
+    def split(self, block: bytes) -> tuple[bytes, ...]:
+        """The bytes of each parameter of a block."""
+        return tuple(block[p.offset : p.offset + p.size] for p in self.params)
+
+    def decode(self, index: int, raw: bytes) -> Any:
+        """Value of a parameter from its bytes: an address, a number, or the bytes themselves."""
+        p = self.params[index]
+        if p.pointer:
+            return int.from_bytes(raw, "little")
+        if p.dtype in _INTS or p.dtype in _FLOATS or p.dtype == "bool":
+            return np.frombuffer(raw, p.dtype)[0].item()
+        return raw
+
+
+def _refuse(
+    kernel: str, index: int, p: Param, got: str, why: str = "", expected: str = ""
+) -> ArgumentError:
+    expected = expected or p.ctype
+    return ArgumentError(
+        f"{kernel}: argument {index} ({p.ctype} {p.name}) got {got}{': ' + why if why else ''} "
+        f"(from {caller()}). Expected {expected}.",
+        kernel=kernel,
+        index=index,
+        name=p.name,
+        expected=expected,
+        got=got,
+    )
+
+
+def _pointer(kernel: str, index: int, p: Param) -> tuple[str, Convert]:
+    accepted = {p.dtype, *_SAME_BITS.get(p.dtype, ())}
+    anything = not p.dtype
+    # Identity of dtype objects answers nearly every call without comparing names.
+    known: set[int] = set()
+    keep: list[np.dtype[Any]] = []
+
+    def fits(dtype: np.dtype[Any]) -> bool:
+        if anything or dtype.name in accepted:
+            known.add(id(dtype))
+            keep.append(dtype)
+            return True
+        return False
+
+    expected = f"a Buffer of {p.dtype or 'any dtype'}" + (" or None" if p.nullable else "")
+
+    def convert(arg: Any, context: Context) -> Any:
+        if type(arg) is not Buffer and not isinstance(arg, _Memory):
+            if arg is None:
+                if p.nullable:
+                    return 0
+                why = "the parameter is not marked NULLABLE in the source"
+                raise _refuse(kernel, index, p, "None", why, expected)
+            inner = getattr(arg, "buffer", None)
+            if not isinstance(inner, Buffer):
+                why = ""
+                if isinstance(arg, np.ndarray):
+                    why = "a NumPy array is host memory; copy it to the device first"
+                elif isinstance(arg, int):
+                    why = "an address has no owner; wrap foreign memory with device.wrap()"
+                raise _refuse(kernel, index, p, type(arg).__name__, why, expected)
+            arg = inner
+        storage = arg._storage
+        if arg._closed or not storage.open:
+            arg._check_open()
+        if storage.context is not context:
+            pinned = isinstance(arg, PinnedBuffer)
+            if not (pinned and storage.context.driver is context.driver):
+                got = f"a buffer of {storage.context}"
+                why = f"the launch is on {context}"
+                raise _refuse(kernel, index, p, got, why, f"a buffer of {context}")
+        if id(arg.dtype) not in known and not fits(arg.dtype):
+            raise _refuse(kernel, index, p, f"a buffer of {arg.dtype}", "", expected)
+        return arg.ptr, storage
+
+    return "Q", convert
+
+
+def _scalar(kernel: str, index: int, p: Param) -> tuple[str, Convert]:
+    if p.dtype in _INTS:
+        return _INTS[p.dtype], _integer(kernel, index, p)
+    if p.dtype in _FLOATS:
+        return _FLOATS[p.dtype], _float(kernel, index, p)
+    if p.dtype == "bool":
+
+        def boolean(arg: Any, context: Context) -> bool:
+            if isinstance(arg, bool | np.bool_):
+                return bool(arg)
+            raise _refuse(kernel, index, p, repr(arg), "", "a bool")
+
+        return "?", boolean
+
+    def raw(arg: Any, context: Context) -> bytes:
+        if isinstance(arg, np.generic | np.ndarray):
+            arg = arg.tobytes()
+        if isinstance(arg, bytes) and len(arg) == p.size:
+            return arg
+        raise _refuse(kernel, index, p, type(arg).__name__, "", f"{p.size} bytes")
+
+    return f"{p.size}s", raw
+
+
+def _integer(kernel: str, index: int, p: Param) -> Convert:
+    low, high = _RANGES[p.dtype]
+
+    def convert(arg: Any, context: Context) -> int:
+        if type(arg) is not int:
+            if isinstance(arg, bool | np.bool_):
+                raise _refuse(kernel, index, p, repr(arg), "a truth value; pass int(x)")
+            if not isinstance(arg, int | np.integer):
+                raise _refuse(kernel, index, p, f"{type(arg).__name__} {arg!r}")
+            arg = int(arg)
+        if not low <= arg <= high:
+            why = f"outside {low} … {high}"
+            raise _refuse(kernel, index, p, str(arg), why)
+        return int(arg)
+
+    return convert
+
+
+def _float(kernel: str, index: int, p: Param) -> Convert:
+    limit = {"float32": _F32_MAX, "float16": 65504.0}.get(p.dtype, math.inf)
+
+    def convert(arg: Any, context: Context) -> float:
+        if type(arg) is not float:
+            if isinstance(arg, bool | np.bool_):
+                raise _refuse(kernel, index, p, repr(arg), "a truth value; pass float(x)")
+            if not isinstance(arg, float | int | np.floating | np.integer):
+                raise _refuse(kernel, index, p, f"{type(arg).__name__} {arg!r}")
+            arg = float(arg)
+        if limit < abs(arg) < math.inf:
+            # Values that only round up to the largest finite one are rare enough to refuse too.
+            raise _refuse(kernel, index, p, repr(arg), f"too large for {p.dtype}")
+        return float(arg)
+
+    return convert

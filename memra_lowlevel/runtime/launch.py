@@ -1,0 +1,459 @@
+"""Launching kernels: configuration, checks against device and kernel, prepared launches.
+
+Every launch is checked before the driver is asked. What is checked once per kernel and
+configuration (limits, opt-in to large shared memory) is remembered; what is checked once per
+argument list (types, devices, NULLABLE) is remembered by :func:`prepare`, so that
+:meth:`PreparedLaunch.launch` is one call into compiled code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .. import native
+from ..driver.table import FuncAttribute, LaunchAttributes
+from ..driver.trace import caller
+from ..errors import ArgumentError, ClosedError, LaunchLimit
+from .arguments import Encoder
+from .memory import Storage
+
+if TYPE_CHECKING:
+    from ..compile import Kernel
+    from .context import Context
+    from .device import Device
+    from .stream import Stream
+
+__all__ = ["LaunchConfig", "PreparedLaunch", "launch", "launch_many", "occupancy", "prepare"]
+
+Dim3 = tuple[int, int, int]
+Extent = int | Sequence[int]
+_PORTABLE_CLUSTER = 8
+
+
+@dataclass(frozen=True, eq=True)
+class LaunchConfig:
+    """How a kernel is launched.
+
+    Parameters
+    ----------
+    grid, block : int or up to three ints
+        Blocks of the grid and threads of a block; missing axes are 1.
+    shared_bytes : int
+        Dynamic shared memory; above 48 KiB the library opts in by itself.
+    cluster : int or up to three ints, optional
+        Blocks of a cluster; must divide the grid.
+    programmatic : bool
+        Programmatic dependent launch: the kernel may start before its predecessor ends and must
+        wait by itself before it reads what that one wrote.
+    cooperative : bool
+        All blocks must be resident at once; checked against the occupancy.
+    """
+
+    grid: Extent
+    block: Extent
+    shared_bytes: int = 0
+    cluster: Extent | None = None
+    programmatic: bool = False
+    cooperative: bool = False
+    _hash: int = field(default=0, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "grid", _dim3("grid", self.grid))
+        put(self, "block", _dim3("block", self.block))
+        if self.cluster is not None:
+            put(self, "cluster", _dim3("cluster", self.cluster))
+        key = (self.grid, self.block, self.shared_bytes, self.cluster, self.programmatic)
+        put(self, "_hash", hash((key, self.cooperative)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def n_threads(self) -> int:
+        """Threads of a block."""
+        return math.prod(_dim3("block", self.block))
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks of the grid."""
+        return math.prod(_dim3("grid", self.grid))
+
+
+ConfigLike = LaunchConfig | Mapping[str, Any]
+
+
+def launch(stream: Stream, config: ConfigLike, kernel: Kernel, *args: Any) -> None:
+    """Launch ``kernel`` on ``stream``.
+
+    Parameters
+    ----------
+    stream : Stream
+    config : LaunchConfig or mapping of its fields
+    kernel : Kernel
+    *args
+        One per parameter: a Buffer, DeviceCounter or PinnedBuffer for pointers (None where the
+        source says NULLABLE), a Python or NumPy number for scalars.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument does not fit the parameter: count, kind, range, dtype, device.
+    LaunchLimit
+        If grid, block, shared memory or cluster exceed what device and kernel allow.
+    """
+    context = stream.context
+    launcher = context.launchers.get(id(kernel))
+    if launcher is None:
+        launcher = Launcher.of(context, kernel)
+    site = launcher.sites.get(config) if type(config) is LaunchConfig else None
+    if site is None:
+        site = launcher.site(config)
+    block, storages = launcher.encoder.pack(args, context)
+    cell = site.cell
+    if cell is not None and native._enabled and stream.recording is None:
+        for storage in storages:
+            storage.streams.add(stream)
+        code = native.lib.mll_launch_site(cell, stream.cell, block)
+        if code == 0:
+            return
+        if code > 0:
+            raise _driver_error(context, code, "cuLaunchKernel", stream, kernel)
+    site.launch_block(stream, block, storages)
+
+
+def prepare(
+    device: Device | Stream, config: ConfigLike, kernel: Kernel, *args: Any
+) -> PreparedLaunch:
+    """Check and pack a launch once, to be launched many times.
+
+    Takes the same arguments as :func:`launch`; ``device`` may be any stream of the device.
+    """
+    context = device.context
+    launcher = Launcher.of(context, kernel)
+    block, storages = launcher.encoder.pack(args, context)
+    return PreparedLaunch(launcher.site(config), block, storages)
+
+
+class PreparedLaunch:
+    """A checked, packed launch; made by :func:`prepare`.
+
+    Keeps its kernel and operands alive. An operand that is closed makes it refuse.
+
+    Attributes
+    ----------
+    kernel : Kernel
+    config : LaunchConfig
+    where : str
+        ``file:line`` of the preparation; what the trace shows for its launches.
+    """
+
+    def __init__(self, site: _Site, block: bytes, storages: Sequence[Storage]) -> None:
+        self._site, self.config = site, site.config
+        self.kernel = site.launcher.kernel
+        self.where = caller(2)
+        self._dead = ""
+        encoder = site.launcher.encoder
+        self._block = ctypes.create_string_buffer(block, len(block))
+        base = ctypes.addressof(self._block)
+        self._n = len(encoder.offsets)
+        self._params = (ctypes.c_void_p * max(1, self._n))(*(base + o for o in encoder.offsets))
+        self._address = ctypes.addressof(self._params)
+        self._storages: dict[int, Storage] = {}
+        self._plan: Any = None
+        gate = site.launcher.context.native
+        if site.cell is not None and native.available() and gate is not None:
+            plan = native.ffi.new("mll_plan *")
+            plan.device, plan.func = gate.cell, site.cell.func
+            plan.grid, plan.block = site.cell.grid, site.cell.block
+            plan.shared_bytes, plan.n_params = site.cell.shared_bytes, self._n
+            plan.params = native.ffi.cast("void **", self._address)
+            plan.id = gate.number(self.kernel.name, self.where)
+            self._plan, self._gate = plan, gate
+            self._launch = native.lib.mll_launch
+        self._adopt(storages)
+
+    def launch(self, stream: Stream) -> None:
+        """Launch on ``stream``, with the parameters as they are now."""
+        plan = self._plan
+        if plan is not None:
+            code = self._launch(plan, stream.cell)
+            if code == 0:
+                return
+            if code > 0:
+                raise _driver_error(stream.context, code, "cuLaunchKernel", stream, self.kernel)
+        self._launch_checked(stream)
+
+    def set(self, which: int | str, value: Any) -> None:
+        """Change one parameter, by position or name, for later launches.
+
+        Checked like an argument of :func:`launch`; on refusal the old value stays.
+        """
+        launcher = self._site.launcher
+        encoder = launcher.encoder
+        index = encoder.index(which)
+        raw, storage = encoder.pack_one(index, value, launcher.context)
+        if storage is not None:
+            self._adopt([storage])
+        ctypes.memmove(ctypes.addressof(self._block) + encoder.offsets[index], raw, len(raw))
+
+    def get(self, which: int | str) -> Any:
+        """Value of one parameter as it will be launched: a number, or the address of a buffer."""
+        encoder = self._site.launcher.encoder
+        index = encoder.index(which)
+        return encoder.decode(index, encoder.split(self._block.raw)[index])
+
+    def _adopt(self, storages: Sequence[Storage]) -> None:
+        for storage in storages:
+            if storage.serial not in self._storages:
+                self._storages[storage.serial] = storage
+                storage.users.add(self)
+        if self._plan is not None:
+            self._plan.last = native.ffi.NULL
+
+    def _operand_closed(self, storage: Storage) -> None:
+        self._dead = self._dead or storage.name
+        if self._plan is not None:
+            self._plan.dead = 1
+
+    def _launch_checked(self, stream: Stream) -> None:
+        site = self._site
+        if self._dead:
+            raise ClosedError(
+                f"prepared launch of {self.kernel.name} (made at {self.where}): its operand "
+                f"{self._dead!r} was closed (launched from {caller()}). Prepare it again."
+            )
+        site.launch_at(stream, self._address, list(self._storages.values()))
+        context = stream.context
+        if self._plan is not None and stream.recording is None and not context.trace_lines:
+            self._plan.last = stream.cell
+
+    def __del__(self) -> None:
+        if self._plan is not None:
+            self._gate.forget(self._plan.id)
+
+    def __repr__(self) -> str:
+        return f"<PreparedLaunch {self.kernel.name} {self.config.grid}x{self.config.block}>"
+
+
+def launch_many(stream: Stream, prepared: Sequence[PreparedLaunch]) -> None:
+    """Launch prepared launches in order.
+
+    All are checked before the first is launched, so a refusal launches none.
+    """
+    plans = [p._plan for p in prepared]
+    if plans and None not in plans:
+        ffi, lib = native.ffi, native.lib
+        array, done = ffi.new("mll_plan *[]", plans), ffi.new("uint32_t *")
+        code = lib.mll_launch_many(array, len(plans), stream.cell, done)
+        if code == 0:
+            return
+        if code > 0:
+            kernel = prepared[done[0]].kernel
+            raise _driver_error(stream.context, code, "cuLaunchKernel", stream, kernel)
+    for p in prepared:
+        p._site.check_stream(stream)
+        if p._dead:
+            p._launch_checked(stream)  # raises by name
+    for p in prepared:
+        p.launch(stream)
+
+
+def occupancy(kernel: Kernel, config: ConfigLike) -> int:
+    """Blocks of ``kernel`` that one multiprocessor can hold at once."""
+    config = _config(config)
+    return kernel.module.driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+        kernel.handle, config.n_threads, config.shared_bytes
+    )
+
+
+class Launcher:
+    """What is known about launching one kernel on one device; internal."""
+
+    def __init__(self, context: Context, kernel: Kernel) -> None:
+        if kernel.module.ctx != context.handle or kernel.module.driver is not context.driver:
+            raise ArgumentError(
+                f"{kernel.name} is loaded on another device than {context} (from {caller()}). "
+                "Load its image with device.module(image) on the device of the stream.",
+                kernel=kernel.name,
+                expected=str(context),
+                got="another device",
+            )
+        self.context, self.kernel = context, kernel
+        self.encoder = Encoder(kernel)
+        self.sites: dict[LaunchConfig, _Site] = {}
+        self.dynamic_limit = 0
+
+    @classmethod
+    def of(cls, context: Context, kernel: Kernel) -> Launcher:
+        """The launcher of a kernel; made once per context."""
+        found = context.launchers.get(id(kernel))
+        if found is None or found.kernel is not kernel:
+            found = context.launchers[id(kernel)] = cls(context, kernel)
+        return found
+
+    def site(self, config: ConfigLike) -> _Site:
+        """The checked combination with a configuration."""
+        config = _config(config)
+        site = self.sites.get(config)
+        if site is None:
+            site = self.sites[config] = _Site(self, config)
+        return site
+
+
+class _Site:
+    """A kernel with a configuration that was checked against the device."""
+
+    def __init__(self, launcher: Launcher, config: LaunchConfig) -> None:
+        self.launcher, self.config = launcher, config
+        self.grid, self.block = _dim3("grid", config.grid), _dim3("block", config.block)
+        check_limits(launcher, config)
+        self.attributes: LaunchAttributes | None = None
+        if config.cluster is not None or config.programmatic or config.cooperative:
+            cluster = None if config.cluster is None else _dim3("cluster", config.cluster)
+            self.attributes = LaunchAttributes(cluster, config.programmatic, config.cooperative)
+        self.cell: Any = None
+        gate = launcher.context.native
+        offsets = launcher.encoder.offsets
+        if gate is not None and self.attributes is None and len(offsets) <= 64:
+            ffi = native.ffi
+            self._offsets = ffi.new("uint32_t[]", list(offsets) or [0])
+            cell = self.cell = ffi.new("mll_site *")
+            cell.device = gate.cell
+            cell.func = ffi.cast("void *", launcher.kernel.handle)
+            cell.grid, cell.block = self.grid, self.block
+            cell.shared_bytes, cell.n_params = config.shared_bytes, len(offsets)
+            cell.offsets = self._offsets
+            cell.id = gate.number(launcher.kernel.name, "")
+
+    def check_stream(self, stream: Stream) -> None:
+        stream._check_open()
+        if stream.context is not self.launcher.context:
+            raise ArgumentError(
+                f"{self.launcher.kernel.name} was prepared for {self.launcher.context}, stream "
+                f"{stream.name!r} is on {stream.context} (from {caller()}). Use a stream of the "
+                "kernel's device.",
+                kernel=self.launcher.kernel.name,
+                expected=str(self.launcher.context),
+                got=str(stream.context),
+            )
+
+    def launch_block(self, stream: Stream, block: bytes, storages: Sequence[Storage]) -> None:
+        buffer = ctypes.create_string_buffer(block, len(block))
+        base, offsets = ctypes.addressof(buffer), self.launcher.encoder.offsets
+        params = (ctypes.c_void_p * max(1, len(offsets)))(*(base + o for o in offsets))
+        self.launch_at(stream, ctypes.addressof(params), storages)
+
+    def launch_at(self, stream: Stream, params: int, storages: Sequence[Storage]) -> None:
+        self.check_stream(stream)
+        context, kernel = stream.context, self.launcher.kernel
+        context.ensure()
+        driver, shared = context.driver, self.config.shared_bytes
+        if self.attributes is None:
+            driver.cuLaunchKernel(
+                kernel.handle, self.grid, self.block, shared, stream.handle, params
+            )
+        else:
+            driver.cuLaunchKernelEx(
+                kernel.handle, self.grid, self.block, shared, stream.handle, params,
+                self.attributes,
+            )  # fmt: skip
+        recording = stream.recording
+        for storage in storages:
+            storage.streams.add(stream)
+            if recording is not None:
+                recording.keeps.add(storage)
+        if recording is not None:
+            recording.keeps.add_kernel(kernel)
+            recording.tick(stream)
+
+
+def check_limits(launcher: Launcher, config: LaunchConfig) -> None:
+    """Refuse what device or kernel cannot do; opt in to large shared memory."""
+    context, kernel = launcher.context, launcher.kernel
+    limits, attributes = context.limits, kernel.attributes
+    for what, asked, allowed in (
+        ("grid", _dim3("grid", config.grid), limits.grid),
+        ("block", _dim3("block", config.block), limits.block),
+    ):
+        for axis, n, most in zip("xyz", asked, allowed, strict=True):
+            if not 1 <= n <= most:
+                raise _limit(kernel, f"{what}.{axis}", most, n, f"1 … {most}")
+    most = min(
+        limits.threads_per_block,
+        attributes.get("max_threads_per_block", limits.threads_per_block),
+    )
+    if config.n_threads > most:
+        raise _limit(kernel, "threads per block", most, config.n_threads, f"at most {most}")
+    static = attributes.get("shared_size_bytes", 0)
+    room = limits.shared_optin_bytes - static
+    if not 0 <= config.shared_bytes <= room:
+        text = f"0 … {room} beside {static} static bytes"
+        raise _limit(kernel, "shared_bytes", room, config.shared_bytes, text)
+    _check_cluster(launcher, config)
+    if config.cooperative:
+        if not limits.cooperative:
+            raise _limit(kernel, "cooperative launch", 0, 1, f"not offered by {context}")
+        resident = occupancy(kernel, config) * limits.n_sms
+        if config.n_blocks > resident:
+            text = f"at most {resident} blocks resident at once"
+            raise _limit(kernel, "cooperative grid", resident, config.n_blocks, text)
+    if config.programmatic and (context.arch == "host" or int(context.arch[3:]) < 90):
+        raise _limit(kernel, "programmatic launch", 0, 1, "sm_90 or later")
+    if config.shared_bytes + static > limits.shared_bytes > launcher.dynamic_limit:
+        # The driver's own limit is 48 KiB, static shared memory included.
+        kernel.set_attribute(FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, room)
+        launcher.dynamic_limit = limits.shared_optin_bytes
+
+
+def _check_cluster(launcher: Launcher, config: LaunchConfig) -> None:
+    if config.cluster is None:
+        return
+    kernel, context = launcher.kernel, launcher.context
+    cluster = _dim3("cluster", config.cluster)
+    size = math.prod(cluster)
+    if not context.limits.clusters:
+        raise _limit(kernel, "cluster", 1, size, f"clusters are not offered by {context}")
+    if size > _PORTABLE_CLUSTER:
+        raise _limit(kernel, "cluster", _PORTABLE_CLUSTER, size, f"at most {_PORTABLE_CLUSTER}")
+    for axis, n, of in zip("xyz", _dim3("grid", config.grid), cluster, strict=True):
+        if of < 1 or n % of:
+            raise _limit(kernel, f"cluster.{axis}", n, of, f"a divisor of grid.{axis} = {n}")
+
+
+def _limit(kernel: Kernel, what: str, limit: int, got: int, expected: str) -> LaunchLimit:
+    return LaunchLimit(
+        f"{kernel.name}: {what} = {got}, allowed: {expected} (from {caller()}).",
+        what=what,
+        limit=limit,
+        got=got,
+    )
+
+
+def _driver_error(
+    context: Context, code: int, call: str, stream: Stream, kernel: Kernel | None
+) -> Exception:
+    """The exception for a result code that the compiled path got from the driver."""
+    make = context.driver.error_from  # type: ignore[attr-defined]
+    error: Exception = make(code, call, stream.handle, kernel.handle if kernel else 0)
+    context.note_error(error)
+    return error
+
+
+def _config(config: ConfigLike) -> LaunchConfig:
+    return config if isinstance(config, LaunchConfig) else LaunchConfig(**config)
+
+
+def _dim3(what: str, value: Extent) -> Dim3:
+    dims = (value,) if isinstance(value, int) else tuple(value)
+    if not 1 <= len(dims) <= 3:
+        raise ArgumentError(
+            f"{what} = {value!r}: give one to three extents.", name=what,
+            expected="1 to 3 ints", got=repr(value),
+        )  # fmt: skip
+    x, y, z = (*(int(d) for d in dims), 1, 1)[:3]
+    return x, y, z

@@ -1,0 +1,53 @@
+"""Loading code onto a device: a module that stays while an executable graph names it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..compile import CompiledImage, Kernel, Module
+from .recording import forbid
+
+if TYPE_CHECKING:
+    from .context import Context
+
+__all__ = ["LoadedModule"]
+
+
+class LoadedModule(Module):
+    """A module of :meth:`Device.module`; loading is refused under capture, unloading waits.
+
+    Graphs :meth:`hold` it; :meth:`close` then takes effect when the last of them is closed.
+    """
+
+    def __init__(self, context: Context, image: CompiledImage) -> None:
+        forbid("cuModuleLoadData", what=f"module {image.name!r}")
+        context.activate()
+        super().__init__(context.driver, context.handle, image)
+        self.context = context
+        self._holds = 0
+        self._closing = False
+
+    def kernel(self, name: str) -> Kernel:
+        """Get a kernel by name or name expression; the same object each time."""
+        self.context.activate()
+        return super().kernel(name)
+
+    def hold(self) -> None:
+        """Keep the code loaded even after ``close()``, until :meth:`release`."""
+        self._holds += 1
+
+    def release(self) -> None:
+        """Undo one :meth:`hold`."""
+        self._holds -= 1
+        if self._closing:
+            self.close()
+
+    def close(self) -> None:
+        """Unload, once no graph holds the module."""
+        self._closing = True
+        if self._holds == 0 and not self.closed:
+            forbid("cuModuleUnload", what=f"module {self.image.name!r}")
+            for kernel in self._kernels.values():
+                self.context.launchers.pop(id(kernel), None)
+            self.context.ensure()
+            super().close()
