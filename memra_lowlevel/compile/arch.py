@@ -21,7 +21,16 @@ from dataclasses import dataclass
 
 from ..errors import ArchUnsupported
 
-__all__ = ["DEFAULT_ARCHS", "HOST", "Arch", "Target", "device_arch", "parse", "resolve"]
+__all__ = [
+    "DEFAULT_ARCHS",
+    "HOST",
+    "Arch",
+    "Target",
+    "device_arch",
+    "parse",
+    "relatives",
+    "resolve",
+]
 
 HOST = "host"
 
@@ -157,7 +166,7 @@ def resolve(
             have=have,
         )
     why = f"{compiler} does not know {want}"
-    older = [n for n in _relatives(arch.number) if n in supported and n < arch.number]
+    older = [n for n in relatives(arch.number) if n in supported and n < arch.number]
     if older and arch.kind == "sm":
         best = max(older)
         suffix = "f" if families and best >= _FAMILY_TARGETS_FROM else ""
@@ -168,7 +177,7 @@ def resolve(
     )
 
 
-def _relatives(number: int) -> tuple[int, ...]:
+def relatives(number: int) -> tuple[int, ...]:
     """Members of the family of an architecture, itself included where it is known."""
     for family in _FAMILIES:
         if number in family:

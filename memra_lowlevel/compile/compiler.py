@@ -165,10 +165,9 @@ def _compile(
         return _compile_host(text, closure, names, defines, folders, chosen)
     flags = (*chosen.nvrtc_flags(), *define_flags(defines))
     if cache:
-        for look_up in stores:
-            stored = look_up(closure, arch, flags, names)
-            if stored is not None:
-                return stored
+        stored = _from_stores(closure, arch, flags, names)
+        if stored is not None:
+            return stored
     compiler = nvrtc.library()
     target = archs.resolve(arch, compiler.archs, compiler=compiler.name, families=compiler.families)
     _tell(target)
@@ -186,7 +185,7 @@ def _compile(
         if kept is not None:
             return replace(kept, want=target.want, rung=target.rung, origin="memory")
         disk = cache if isinstance(cache, KernelCache) else default_cache()
-        image = disk.get_or_build(key, _label(closure.name), target.arch, build)
+        image = disk.get_or_build(key, label(closure.name), target.arch, build)
         image = replace(image, want=target.want, rung=target.rung)
         _memory[key] = image
         return image
@@ -210,6 +209,21 @@ def cache_key(
         sorted(name_expressions),
     ]
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=20).hexdigest()
+
+
+def _from_stores(
+    closure: sources.Closure, arch: str, flags: tuple[str, ...], names: tuple[str, ...]
+) -> CompiledImage | None:
+    """Ask the stores of ready-made code; the one that the environment names is opened first."""
+    if os.environ.get("MEMRA_CUBINS"):
+        from . import aot
+
+        aot.open_named(os.environ["MEMRA_CUBINS"])
+    for look_up in tuple(stores):
+        found = look_up(closure, arch, flags, names)
+        if found is not None:
+            return found
+    return None
 
 
 def _build(
@@ -264,12 +278,13 @@ def _compile_host(
 
     start = time.perf_counter()
     built = hostcxx.compile_host(
-        text,
+        text if isinstance(text, Path) else text + "\n",  # a text without a line end is a path
         names,
         [*folders, sources.cuda_src_root()],
-        dict(defines),
+        {k: v for k, v in defines.items() if v is not False},
         check=options.check,
         sanitize=options.sanitize,
+        name=closure.name,
     )
     data = str(built.path).encode()
     return CompiledImage(
@@ -375,7 +390,7 @@ def _tell(target: archs.Target) -> None:
         log.warning("%s: %s", target.want, target.reason)
 
 
-def _label(name: str) -> str:
+def label(name: str) -> str:
     """Make a file name part that tells the kernel: ``kv.append`` for ``kv/append.cu``."""
     stem = name.removesuffix(".cu").replace("/", ".")
     return re.sub(r"[^A-Za-z0-9_.-]", "_", stem).strip(".")[-60:] or "source"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Literal
 
 __all__ = ["CompileOptions", "Defines", "define_flags"]
 
@@ -29,8 +30,8 @@ class CompileOptions:
         Upper bound of registers per thread.
     check : bool
         Host device only: instrument for races, bounds and uninitialised reads.
-    sanitize : str or None
-        Host device only: a compiler sanitizer, e.g. ``"undefined"``.
+    sanitize : {"undefined", "address"} or None
+        Host device only: a sanitizer of the C++ compiler.
     extra : tuple of str
         Further NVRTC options, passed as they are.
     """
@@ -40,7 +41,7 @@ class CompileOptions:
     debug: bool = False
     max_registers: int | None = None
     check: bool = False
-    sanitize: str | None = None
+    sanitize: Literal["undefined", "address"] | None = None
     extra: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

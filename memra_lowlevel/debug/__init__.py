@@ -1,0 +1,1 @@
+"""Tools that look at the library from outside: doctor, tables, checks. Imports nothing itself."""
