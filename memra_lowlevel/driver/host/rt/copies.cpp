@@ -4,29 +4,30 @@
 
 using namespace memra;
 
-MEMRA_EXPORT void memra_copy_async(Context* c, const Site* site, void* dst, const void* src,
-                                   uint32_t n_bytes, uint32_t n_valid) {
+MEMRA_EXPORT void memra_copy_async(Context* c, const char* file, int line, void* dst,
+                                   const void* src, uint32_t n_bytes, uint32_t n_valid) {
+  const Site here = {file, line, 0};
   Worker& w = *reinterpret_cast<Worker*>(c);
   AsyncCopies& copies = w.async[w.current];
   w.async_used = true;
   if ((reinterpret_cast<uintptr_t>(dst) | reinterpret_cast<uintptr_t>(src)) & (n_bytes - 1)) {
-    fail(w, FAIL_BOUNDS, site, "an asynchronous copy of %u bytes needs %u-byte aligned addresses",
+    fail(w, FAIL_BOUNDS, &here, "an asynchronous copy of %u bytes needs %u-byte aligned addresses",
          n_bytes, n_bytes);
   }
-  if (w.check) check_copy_issued(w, site, dst, src, n_bytes, n_valid);
+  if (w.check) check_copy_issued(w, &here, dst, src, n_bytes, n_valid);
   copies.pending.push_back({static_cast<uint8_t*>(dst), static_cast<const uint8_t*>(src), n_bytes,
-                            n_valid, copies.group, site});
+                            n_valid, copies.group, here});
   memset(dst, POISON, n_bytes);
 }
 
-MEMRA_EXPORT void memra_copy_commit(Context* c, const Site*) {
+MEMRA_EXPORT void memra_copy_commit(Context* c) {
   Worker& w = *reinterpret_cast<Worker*>(c);
   ++w.async[w.current].group;
 }
 
 // Until at most `n_pending` of the newest committed groups are in flight; ~0u waits for everything,
 // uncommitted copies included.
-MEMRA_EXPORT void memra_copy_wait(Context* c, const Site* site, uint32_t n_pending) {
+MEMRA_EXPORT void memra_copy_wait(Context* c, uint32_t n_pending) {
   Worker& w = *reinterpret_cast<Worker*>(c);
   AsyncCopies& copies = w.async[w.current];
   const bool everything = n_pending == ~0u;
@@ -39,7 +40,7 @@ MEMRA_EXPORT void memra_copy_wait(Context* c, const Site* site, uint32_t n_pendi
       copies.pending[kept++] = copy;
       continue;
     }
-    if (w.check) check_copy_done(w, site, copy);
+    if (w.check) check_copy_done(w, copy);
     memcpy(copy.dst, copy.src, copy.n_valid);
     memset(copy.dst + copy.n_valid, 0, copy.n_bytes - copy.n_valid);
   }

@@ -124,7 +124,7 @@ struct PendingCopy {
   const uint8_t* src;
   uint32_t n_bytes, n_valid;
   uint32_t group;
-  const Site* site;
+  Site site;
 };
 
 struct Thread {
@@ -245,7 +245,7 @@ void check_warp(Worker& w, uint32_t warp, uint32_t lanes);
 void check_launch_done(Worker& w);
 void check_copy_issued(Worker& w, const Site* site, void* dst, const void* src, uint32_t n_bytes,
                        uint32_t n_valid);
-void check_copy_done(Worker& w, const Site* site, const PendingCopy& copy);
+void check_copy_done(Worker& w, const PendingCopy& copy);
 uint64_t check_birth(uintptr_t begin, size_t n_bytes);
 void note_untracked_launch();
 

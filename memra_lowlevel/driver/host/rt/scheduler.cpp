@@ -237,7 +237,7 @@ void thread_exits(Worker& w) {
   const uint32_t me = w.current;
   w.threads[me].state = EXITED;
   if (MEMRA_UNLIKELY(!w.async[me].pending.empty())) {
-    fail(w, FAIL_RACE, w.async[me].pending.front().site,
+    fail(w, FAIL_RACE, &w.async[me].pending.front().site,
          "thread ended with an asynchronous copy in flight: wait for it before the kernel returns");
   }
   ++w.n_exited;
