@@ -68,7 +68,7 @@ def _guarded(args: argparse.Namespace) -> int:
         return 1
     except BrokenPipeError:
         # The reader of a pipe went away; nothing is left to be said, not at shutdown either.
-        sys.stdout = None  # type: ignore[assignment]
+        sys.stdout = None
         return 1
     except KeyboardInterrupt:
         return 130

@@ -1,9 +1,11 @@
-"""``memra-lowlevel cache``: look at the kernel cache, verify it, clear it."""
+"""``memra-lowlevel cache``: look at the caches of compiled kernels, verify them, clear them."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+from pathlib import Path
 
 __all__ = ["add_arguments", "run"]
 
@@ -17,32 +19,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("list", "verify", "clear"),
         help="list the entries (default), re-hash every entry, or delete them all",
     )
-    parser.add_argument("--folder", help="another folder than the user's own")
+    parser.add_argument("--folder", help="another cache folder than the user's own")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; status 1 when ``verify`` finds damage."""
-    from ..compile.cache import KernelCache, default_cache
+    from ..compile.cache import KernelCache
+    from ..paths import cache_root
 
-    cache = KernelCache(args.folder) if args.folder else default_cache()
+    root = Path(args.folder) if args.folder else cache_root()
+    cache = KernelCache(root / "kernels")
     if args.action == "clear":
-        n = cache.clear()
-        print(
-            json.dumps({"folder": str(cache.folder), "deleted": n})
-            if args.json
-            else f"{cache.folder}: {n} kernels deleted"
-        )
+        n = cache.clear() + _clear_host(root / "host")
+        deleted = {"folder": str(root), "deleted": n}
+        print(json.dumps(deleted) if args.json else f"{root}: {n} files deleted")
         return 0
-    entries = cache.entries(verify=args.action == "verify")
-    damaged = [e for e in entries if e.problem]
+    verify = args.action == "verify"
+    rows = [
+        {"file": f"kernels/{e.path.name}", "bytes": e.n_bytes, "problem": e.problem}
+        for e in cache.entries(verify=verify)
+    ]
+    rows += _host(root / "host", verify)
+    damaged = sum(bool(row["problem"]) for row in rows)
     if args.json:
-        rows = [{"file": e.path.name, "bytes": e.n_bytes, "problem": e.problem} for e in entries]
-        print(json.dumps({"folder": str(cache.folder), "entries": rows}, indent=1))
+        print(json.dumps({"folder": str(root), "entries": rows}, indent=1))
     else:
-        for e in entries:
-            print(f"{e.n_bytes:>9}  {e.path.name}{'  DAMAGED: ' + e.problem if e.problem else ''}")
-        total = sum(e.n_bytes for e in entries)
-        state = f", {len(damaged)} damaged" if args.action == "verify" else ""
-        print(f"{cache.folder}: {len(entries)} kernels, {total / 1e6:.1f} MB{state}")
+        for row in rows:
+            note = f"  DAMAGED: {row['problem']}" if row["problem"] else ""
+            print(f"{row['bytes']:>9}  {row['file']}{note}")
+        total = sum(int(row["bytes"]) for row in rows)
+        state = f", {damaged} damaged" if verify else ""
+        print(f"{root}: {len(rows)} files, {total / 1e6:.1f} MB{state}")
     return 1 if damaged else 0
+
+
+def _host(folder: Path, verify: bool) -> list[dict[str, str | int]]:
+    from ..driver.host.build import published
+
+    whole = dict(published(folder)) if verify else {}
+    return [
+        {
+            "file": f"host/{path.name}",
+            "bytes": path.stat().st_size,
+            "problem": "" if whole.get(path, True) else "its checksum does not fit",
+        }
+        for path in sorted(folder.glob("*.so"))
+    ]
+
+
+def _clear_host(folder: Path) -> int:
+    """Delete the libraries of the host device; a process that has one loaded keeps it."""
+    n = 0
+    for path in [*folder.glob("*.so"), *folder.glob("*.so.lock")]:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+            n += path.suffix == ".so"
+    return n

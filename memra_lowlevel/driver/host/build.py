@@ -25,18 +25,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import platformdirs
 from filelock import FileLock
 
 from ...errors import CompileError, CompilerNotFound, Diagnostic
+from ...paths import cache_root
 
 __all__ = [
     "Compiler",
     "Sanitizer",
-    "cache_root",
     "cpu_flags",
     "find_compiler",
     "publish",
+    "published",
     "run_compiler",
     "runtime_library",
     "runtime_sources",
@@ -132,12 +132,6 @@ def cpu_flags() -> tuple[str, ...]:
     return flags if "-mfma" in flags else ()
 
 
-def cache_root() -> Path:
-    """Folder of everything that is built: ``$MEMRA_CACHE_DIR``, else the user's cache folder."""
-    given = os.environ.get("MEMRA_CACHE_DIR")
-    return Path(given) if given else platformdirs.user_cache_path("memra-lowlevel")
-
-
 @functools.lru_cache(maxsize=1)
 def _private_folder() -> Path:
     """Stand-in for a cache that cannot be written; lives as long as the process."""
@@ -167,6 +161,11 @@ def _intact(path: Path) -> bool:
             return True
     log.warning("%s is damaged; building it again", path)
     return False
+
+
+def published(folder: Path | None = None) -> list[tuple[Path, bool]]:
+    """List the libraries in the cache, each with whether it is whole."""
+    return [(p, _intact(p)) for p in sorted((folder or cache_root() / "host").glob("*.so"))]
 
 
 def publish(key: str, make: Callable[[Path], None], suffix: str = ".so") -> Path:
