@@ -172,10 +172,14 @@ const ModuleCopy* copy_for_worker(Module& m, uint32_t worker, std::string* error
       *error = "cannot copy " + m.path + " for another worker";
       return nullptr;
     }
-    char name[64];
-    snprintf(name, sizeof name, "/proc/self/fd/%d", fd);
+    // dlopen takes a name that it has seen for the library of then, and descriptors are reused: so
+    // every name is spelled differently, "//" and "/./" for the bits of a count.
+    static uint64_t n_copies = 0;
+    std::string name = "/proc/self/fd";
+    for (uint64_t bits = ++n_copies; bits; bits >>= 1) name += bits & 1 ? "/./" : "//";
+    name += "/" + std::to_string(fd);
     ModuleCopy copy;
-    const bool good = open_copy(name, &copy, error);
+    const bool good = open_copy(name.c_str(), &copy, error);
     close(fd);
     if (!good) return nullptr;
     copy.n_bytes = m.copies[0].n_bytes;
