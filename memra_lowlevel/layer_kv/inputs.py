@@ -1,0 +1,98 @@
+"""Turning what callers hand in to float32 arrays, or refusing by name."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, SupportsIndex
+
+import numpy as np
+
+from memra_lowlevel.errors import KvShapeError, KvStateError
+
+from .arith import F32
+
+__all__ = ["array_in", "array_inout", "count", "scalar"]
+
+
+def array_in(x: Any, name: str, size: int | None = None) -> F32:
+    """Return `x` as a contiguous float32 vector, without a copy where its layout allows.
+
+    Parameters
+    ----------
+    x : array-like
+        A NumPy array, anything with ``__array__``, the buffer protocol or DLPack on the CPU, or a
+        sequence of Python numbers. Arrays must be float32.
+    name : str
+        The argument's name, for messages.
+    size : int, optional
+        Elements it must have.
+
+    Raises
+    ------
+    KvShapeError
+        For another dtype, a wrong number of elements, or an object that is no array.
+    """
+    if type(x) is not np.ndarray:
+        x = _as_array(x, name)
+    if x.dtype != np.float32 or not x.dtype.isnative:
+        raise KvShapeError(
+            f"{name}: dtype {x.dtype} where float32 is needed; convert it with astype(np.float32)"
+        )
+    if size is not None and x.size != size:
+        raise KvShapeError(f"{name}: {x.size} elements (shape {x.shape}) where {size} are needed")
+    flat: F32 = np.ascontiguousarray(x).reshape(-1)
+    return flat
+
+
+def array_inout(x: Any, name: str, size: int | None = None) -> F32:
+    """Return a flat view of a buffer that will be written: float32, contiguous, writable."""
+    if type(x) is not np.ndarray:
+        x = _as_array(x, name, shared=True)
+    if x.dtype != np.float32 or not x.dtype.isnative:
+        raise KvShapeError(f"{name}: dtype {x.dtype} where float32 is needed")
+    if size is not None and x.size != size:
+        raise KvShapeError(f"{name}: {x.size} elements (shape {x.shape}) where {size} are needed")
+    if not (x.flags.c_contiguous and x.flags.writeable):
+        raise KvShapeError(f"{name}: must be C-contiguous and writable, as it is written in place")
+    flat: F32 = x.reshape(-1)
+    return flat
+
+
+def count(x: SupportsIndex, name: str, low: int = 0) -> int:
+    """Return an integer argument that is at least `low`."""
+    try:
+        n = operator.index(x)
+    except TypeError:
+        raise KvShapeError(f"{name}: {type(x).__name__} {x!r} where an integer is needed") from None
+    if n < low:
+        raise KvShapeError(f"{name}: {n} where at least {low} is needed")
+    return n
+
+
+def scalar(x: Any, name: str) -> np.float32:
+    """Return a finite number as float32."""
+    try:
+        with np.errstate(over="ignore"):
+            value: np.float32 = np.float32(x)
+    except (TypeError, ValueError):
+        raise KvShapeError(f"{name}: {type(x).__name__} where a number is needed") from None
+    if not np.isfinite(value):
+        raise KvStateError(f"{name}: {x!r} is not a finite float32")
+    return value
+
+
+def _as_array(x: Any, name: str, shared: bool = False) -> Any:
+    try:
+        if isinstance(x, (list, tuple)) and not shared:
+            return np.asarray(x, np.float32)
+        if isinstance(x, np.ndarray):
+            return np.asarray(x)
+        if hasattr(x, "__array__") and not shared:
+            return np.asarray(x)
+        if hasattr(x, "__dlpack__"):
+            return np.from_dlpack(x)
+        if hasattr(x, "__array_interface__"):
+            return np.asarray(x)
+        return np.asarray(memoryview(x))
+    except (TypeError, ValueError, BufferError, RuntimeError, AttributeError) as error:
+        raise KvShapeError(f"{name}: {type(x).__name__} is no float32 array: {error}") from None

@@ -1,0 +1,60 @@
+"""Build the compiled loops of LayerKvCache: ``memra_lowlevel.native._layer_kv``.
+
+Run by setuptools through ``cffi_modules``; ``python memra_lowlevel/native/build_layer_kv.py``
+builds it in place.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+
+from cffi import FFI
+
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_HERE = "memra_lowlevel/native"
+
+
+def _declarations() -> str:
+    """Return the header as cffi reads it: no comments, no guards, no includes."""
+    with open(os.path.join(_ROOT, _HERE, "layer_kv.h"), encoding="utf-8") as file:
+        text = re.sub(r"/\*.*?\*/", "", file.read(), flags=re.S)
+    keep = [
+        line
+        for line in text.splitlines()
+        if not line.startswith("#") or re.match(r"#define LKV_\w+ \d+$", line)
+    ]
+    return "\n".join(keep)
+
+
+def _builder(root: str) -> FFI:
+    """Describe the module; `root` leads its C files, relative for setuptools."""
+    builder = FFI()
+    builder.cdef(_declarations())
+    builder.set_source(
+        "memra_lowlevel.native._layer_kv",
+        '#include "layer_kv.h"\n',
+        sources=[os.path.join(root, _HERE, "layer_kv.c")],
+        include_dirs=[os.path.join(_ROOT, _HERE)],
+        depends=[
+            os.path.join(root, _HERE, name)
+            for name in ("layer_kv_loops.h", "layer_kv_math.h", "layer_kv.h")
+        ],
+        # contraction would fuse products and sums that the arithmetic rounds separately
+        extra_compile_args=["-O3", "-ffp-contract=off", "-fno-math-errno", "-std=gnu11"],
+        py_limited_api=True,
+    )
+    return builder
+
+
+ffibuilder = _builder("")
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        built = _builder(_ROOT).compile(tmpdir=scratch)
+        target = os.path.join(_ROOT, _HERE, os.path.basename(built))
+        shutil.copy(built, target + ".new")
+        os.replace(target + ".new", target)
+    print(target)
