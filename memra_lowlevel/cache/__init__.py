@@ -1,0 +1,103 @@
+"""Planes of an engine: keys and values of each layer, their lengths, rings, bytes and doors."""
+
+from .accounting import (
+    cache_bytes_per_token,
+    cache_bytes_per_token_for_layers,
+    cache_bytes_per_token_for_plan,
+    cache_ring_bytes_per_token,
+    cache_ring_bytes_per_token_for_layers,
+    cache_ring_bytes_per_token_for_plan,
+    cache_ring_row_cap,
+    cache_ring_row_cap_for_plan,
+    latent_kv_bytes_per_token_for_plan,
+)
+from .cache import Cache
+from .index_ring import (
+    INDEX_RING_WORKING_ROWS,
+    index_plane_physical_row,
+    index_ring_default_rows,
+    index_ring_rows,
+    index_ring_rows_for,
+    index_ring_take,
+)
+from .kv_layer import KvGeometry, KvLayer
+from .kvdev import KvDev, StreamKvDev
+from .plan import (
+    KvCache,
+    LatentKvCache,
+    LayerPlan,
+    ModelPlan,
+    Recurrent,
+    SlidingKvCache,
+    StatePlan,
+    compile_plan,
+)
+from .planes import Lengths, Planes, Workspace
+from .policy import (
+    KV_FP8_FORCE,
+    gkv_on,
+    kv_blk_bytes,
+    kv_cache_formats,
+    kv_fp8_on,
+    prime_chunk_tokens,
+    set_swa_ring_default,
+    swa_ring_on,
+    wkv_on,
+)
+from .ring import (
+    PRIME_CHUNK_MAX_TOKENS,
+    SWA_REWIND_SLACK_ROWS,
+    KvRing,
+    KvRingAppend,
+    swa_retain_from,
+    swa_ring_rows,
+)
+
+__all__ = [
+    "INDEX_RING_WORKING_ROWS",
+    "KV_FP8_FORCE",
+    "PRIME_CHUNK_MAX_TOKENS",
+    "SWA_REWIND_SLACK_ROWS",
+    "Cache",
+    "KvCache",
+    "KvDev",
+    "KvGeometry",
+    "KvLayer",
+    "KvRing",
+    "KvRingAppend",
+    "LatentKvCache",
+    "LayerPlan",
+    "Lengths",
+    "ModelPlan",
+    "Planes",
+    "Recurrent",
+    "SlidingKvCache",
+    "StatePlan",
+    "StreamKvDev",
+    "Workspace",
+    "cache_bytes_per_token",
+    "cache_bytes_per_token_for_layers",
+    "cache_bytes_per_token_for_plan",
+    "cache_ring_bytes_per_token",
+    "cache_ring_bytes_per_token_for_layers",
+    "cache_ring_bytes_per_token_for_plan",
+    "cache_ring_row_cap",
+    "cache_ring_row_cap_for_plan",
+    "compile_plan",
+    "gkv_on",
+    "index_plane_physical_row",
+    "index_ring_default_rows",
+    "index_ring_rows",
+    "index_ring_rows_for",
+    "index_ring_take",
+    "kv_blk_bytes",
+    "kv_cache_formats",
+    "kv_fp8_on",
+    "latent_kv_bytes_per_token_for_plan",
+    "prime_chunk_tokens",
+    "set_swa_ring_default",
+    "swa_retain_from",
+    "swa_ring_on",
+    "swa_ring_rows",
+    "wkv_on",
+]

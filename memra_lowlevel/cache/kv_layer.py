@@ -1,0 +1,545 @@
+"""The K and V planes of one attention layer: flat, or a ring under a sliding window."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import (
+    ArgumentError,
+    CapacityExceeded,
+    CaptureForbidden,
+    PlaneError,
+    RewindRefused,
+    RingLapped,
+)
+from ..formats import BLOCK, Format
+from ..graph.capture import capture_of
+from ..kernels import kv_append, kv_attend
+from . import policy
+from .planes import Lengths, Workspace
+from .ring import KvRing
+
+if TYPE_CHECKING:
+    from ..runtime import Arena, Buffer, Device, Stream
+
+__all__ = ["TAIL_PAD_BYTES", "KvGeometry", "KvLayer"]
+
+TAIL_PAD_BYTES = 8
+"""Bytes behind the last row of a plane: kernels read whole words and may touch a few more."""
+
+_I32_MAX = 2**31 - 1
+_ALIGN = 256
+
+
+class KvLayer:
+    """One layer's quantised keys and values, with its length on the host and on the device.
+
+    Row r of a plane lies at byte ``r * tok_bytes``; a row is ``kv_dim / 32`` blocks of its format
+    (layouts in :mod:`memra_lowlevel.formats`), kv head major. Behind the last row come 8 bytes of
+    padding. A flat plane has ``max_ctx`` rows and row = position; under a ring row = position
+    minus ``base``.
+
+    At every quiescent point ``len_d[0] == len`` (and ``base_d[0] == ring.base``): ``append`` writes
+    behind the length without moving it, ``advance`` moves it on the device and here, ``set_len``
+    writes both. The buffers keep their addresses for the life of the layer, so that captured
+    graphs stay valid.
+
+    Attributes
+    ----------
+    k, v : Buffer
+        u8 planes.
+    kv_dim_k, kv_dim_v : int
+        Elements of a row.
+    k_tok_bytes, v_tok_bytes : int
+        Bytes of a row.
+    k_format, v_format : Format
+    len : int
+        Valid rows, an absolute exclusive end.
+    ring : KvRing or None
+        None for a flat plane.
+    len_d : Buffer
+        i32[1], the device's ``len``.
+    base_d : Buffer or None
+        i32[1], the device's ``ring.base``; None for a flat plane.
+    window : int or None
+        Rows that a query attends unless a call says otherwise; None for all.
+    """
+
+    def __init__(
+        self,
+        geometry: KvGeometry,
+        max_ctx: int,
+        *,
+        arena: Arena,
+        lengths: Lengths,
+        workspace: Workspace,
+        index: int = 0,
+        window: int | None = None,
+        ring: KvRing | None = None,
+        check: bool | None = None,
+        name: str = "kv",
+    ):
+        self.device, self.name, self.max_ctx = arena.device, name, max_ctx
+        self.n_kv_heads = geometry.n_kv_heads
+        self.head_dim_k, self.head_dim_v = geometry.head_dim, geometry.head_dim_v
+        self.k_format, self.v_format = geometry.k_format, geometry.v_format
+        self.kv_dim_k = geometry.n_kv_heads * geometry.head_dim
+        self.kv_dim_v = geometry.n_kv_heads * geometry.head_dim_v
+        self.k_tok_bytes, self.v_tok_bytes = geometry.tok_bytes()
+        self.window, self.ring = window, ring
+        self.rows = ring.rows if ring else max_ctx
+        k_bytes = self.rows * self.k_tok_bytes + TAIL_PAD_BYTES
+        v_bytes = self.rows * self.v_tok_bytes + TAIL_PAD_BYTES
+        self.k: Buffer = arena.take((k_bytes,), np.uint8, _ALIGN, f"{name}.k")
+        self.v: Buffer = arena.take((v_bytes,), np.uint8, _ALIGN, f"{name}.v")
+        self.lengths, self.index = lengths, index
+        self.len_d: Buffer = lengths.view(index)
+        self.base_d: Buffer | None = lengths.base(index) if ring else None
+        self.check = self.device.kind == "host" if check is None else check
+        self._fault: Buffer = arena.take((2,), np.int32, 8, f"{name}.fault")
+        self._workspace = workspace
+        self._arena = arena
+        self._owns_arena = False
+
+    @classmethod
+    def allocate(
+        cls,
+        device: Device,
+        max_ctx: int,
+        n_kv_heads: int,
+        head_dim: int,
+        *,
+        head_dim_v: int | None = None,
+        k_format: Format | None = None,
+        v_format: Format | None = None,
+        window: int | None = None,
+        ring: KvRing | None = None,
+        check: bool | None = None,
+        name: str = "kv",
+    ) -> KvLayer:
+        """Make a layer of its own, with ``len`` 0 and undefined content.
+
+        Parameters
+        ----------
+        device : Device
+        max_ctx : int
+            Longest sequence, in rows.
+        n_kv_heads, head_dim : int
+            ``head_dim`` a multiple of 32 that the attention kernels have.
+        head_dim_v : int, optional
+            Where V's head size differs.
+        k_format, v_format : Format, optional
+            Default: the formats that the process selected (q8_0 and q5_1).
+        window : int, optional
+            Rows that a query attends.
+        ring : KvRing, optional
+            Makes the planes a ring; its window must be ``window``.
+        check : bool, optional
+            Refuse rows that are not finite, by name, before an eager append (it waits for the
+            stream). Default: on the host device. Otherwise only their blocks are poisoned.
+
+        Raises
+        ------
+        FormatUnsupported
+            No kernel for these formats and this head size.
+        PlaneError
+            A size that no plane can have.
+        """
+        v_dim = head_dim if head_dim_v is None else head_dim_v
+        geometry = KvGeometry(n_kv_heads, head_dim, v_dim, k_format, v_format)
+        geometry.check(device, max_ctx, window, ring)
+        arena = device.arena(
+            geometry.plane_bytes(max_ctx, ring) + 8 * _ALIGN, name=f"{name} planes"
+        )
+        stream = device.stream(name=f"{name} start")
+        try:
+            layer = cls(
+                geometry, max_ctx, arena=arena, lengths=Lengths(arena, stream, 1, max_ctx, name=name),
+                workspace=Workspace(device), window=window, ring=ring, check=check, name=name,
+            )  # fmt: skip
+            stream.sync()
+        finally:
+            stream.close()
+        layer._owns_arena = True
+        return layer
+
+    # -- what it holds ----------------------------------------------------------------------------
+    @property
+    def len(self) -> int:
+        """Valid rows; raises ``CounterUnknown`` while only the device knows."""
+        return self.lengths.value
+
+    @property
+    def capacity(self) -> int:
+        """Longest length, in rows."""
+        return self.max_ctx
+
+    @property
+    def counters(self) -> Buffer:
+        """i32[1], as :class:`~memra_lowlevel.cache.planes.Planes` has it."""
+        return self.lengths.buffer
+
+    def physical_rows(self, start: int, end: int) -> range:
+        """Physical rows of the absolute rows ``[start, end)``.
+
+        Raises
+        ------
+        PlaneError
+            Rows outside the plane (``RingLapped`` for a ring).
+        """
+        if self.ring is not None:
+            return self.ring.physical_range(start, end)
+        if not 0 <= start <= end <= self.max_ctx:
+            raise PlaneError(
+                f"{self.name}: rows [{start}, {end}) do not lie within [0, {self.max_ctx})"
+            )
+        return range(start, end)
+
+    # -- rows in, attention out -------------------------------------------------------------------
+    def append(self, stream: Stream, k: Buffer, v: Buffer) -> None:
+        """Quantise rows and write them behind the length, which does not move.
+
+        Parameters
+        ----------
+        stream : Stream
+        k, v : Buffer
+            f32 ``[n, kv_dim_k]`` and ``[n, kv_dim_v]``, already normalised and rotated.
+
+        Raises
+        ------
+        CapacityExceeded
+            ``len + n`` is more than the plane holds.
+        RingLapped
+            A ring has no room without a rebase: ``prepare_kv_append`` first.
+        """
+        n = self._rows_of("k", k, self.kv_dim_k)
+        if self._rows_of("v", v, self.kv_dim_v) != n:
+            raise ArgumentError(
+                f"{self.name}.append: k has {n} rows, v has {v.shape[0]}",
+                kernel="append_kv", index=1, name="v", expected=f"{n} rows", got=str(v.shape[0]),
+            )  # fmt: skip
+        if stream.recording is None:
+            self.check_headroom(n)
+            if self.check:
+                self._check_finite(stream, k, v)
+        else:
+            self.lengths.need(stream, n)
+            self.guard(stream, n)
+        kv_append.append(
+            stream, k, v, self.k, self.v, self.len_d,
+            k_format=self.k_format, v_format=self.v_format, rows=self.rows, base_d=self.base_d,
+        )  # fmt: skip
+
+    def attend(
+        self,
+        stream: Stream,
+        q: Buffer,
+        out: Buffer,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        sinks: Buffer | None = None,
+        softcap: float | None = None,
+        lse: Buffer | None = None,
+        counted: bool = False,
+        numeric: str = "exact",
+    ) -> None:
+        """Attend the rows of the layer: row r of n sees ``len + r + 1`` rows.
+
+        Parameters
+        ----------
+        stream : Stream
+        q, out : Buffer
+            f32 ``[n, n_heads, head_dim]`` and ``[n, n_heads, head_dim_v]``.
+        scale : float, optional
+            Default ``head_dim ** -0.5``.
+        window : int, optional
+            Rows a query sees; default the layer's own.
+        sinks : Buffer, optional
+            f32 ``[n_heads]``, one learned logit per head.
+        softcap : float, optional
+            ``softcap * tanh(score / softcap)``.
+        lse : Buffer, optional
+            f32 ``[n, n_heads]``: log-sum-exp of the scores, -inf for an empty row.
+        counted : bool
+            The length already includes the n rows (append, advance, attend).
+        numeric : str
+            Numeric class of the kernel.
+        """
+        window = self.window if window is None else window
+        kv_attend.attend(
+            stream, q, self.k, self.v, out,
+            len_d=self.len_d, k_format=self.k_format, v_format=self.v_format, rows=self.rows,
+            n_kv_heads=self.n_kv_heads, head_dim=self.head_dim_k, head_dim_v=self.head_dim_v,
+            workspace=self._workspace.take(stream, self._workspace_bytes(q, window)),
+            base_d=self.base_d, window=window,
+            scale=scale, sinks=sinks, softcap=softcap, lse=lse, counted=counted, numeric=numeric,
+        )  # fmt: skip
+
+    # -- the length -------------------------------------------------------------------------------
+    def advance(self, stream: Stream, n: int) -> None:
+        """Add ``n`` to the length, on the device and here; captured, at every launch.
+
+        Raises
+        ------
+        PlaneError
+            The layer belongs to a group, whose counters move together.
+        """
+        self._alone("advance")
+        self.lengths.advance(stream, n)
+
+    def moved(self, stream: Stream, n: int) -> None:
+        """Book that a kernel which was just issued on ``stream`` moved the length by ``n``."""
+        self._alone("moved")
+        self.lengths.moved(stream, n)
+
+    def set_len(self, stream: Stream, n: int) -> None:
+        """Set the length, on the device in place and here: a rewind, or rows filled otherwise.
+
+        Raises
+        ------
+        CapacityExceeded
+            ``n`` is more than the plane can hold.
+        RewindRefused
+            The ring has dropped rows that a query at ``n`` sees.
+        """
+        self._alone("set_len")
+        self.check_len(n)
+        self.lengths.set(stream, n)
+
+    def check_len(self, n: int) -> None:
+        """Refuse a length that :meth:`set_len` would refuse."""
+        if n < 0 or n > min(self.max_ctx, _I32_MAX):
+            raise CapacityExceeded(f"{self.name}: length {n} does not lie in 0..{self.max_ctx}")
+        if self.ring is not None and n < self.len and not self.ring.can_rewind_to(n):
+            raise RewindRefused(
+                f"{self.name}: a rewind from {self.len} to {n} needs rows below the base "
+                f"{self.ring.base} of the ring: full re-prime required",
+                plane=self.name,
+                asked=n,
+                possible=self.ring.shortest_rewind(),
+            )
+
+    def can_rewind_to(self, n: int) -> bool:
+        """Whether :meth:`set_len` to a shorter length is possible."""
+        return 0 <= n <= self.len and (self.ring is None or self.ring.can_rewind_to(n))
+
+    # -- room -------------------------------------------------------------------------------------
+    def check_headroom(self, n: int) -> None:
+        """Refuse unless ``n`` more rows fit as the plane stands, without a rebase."""
+        length = self.len
+        if n < 0 or length + n > self.max_ctx:
+            raise CapacityExceeded(
+                f"{self.name}: {n} rows behind {length} do not fit in {self.max_ctx}; nothing was "
+                "written. Start a longer plane or drop tokens"
+            )
+        if self.ring is not None:
+            plan = self.ring.append_plan(length, self.ring.retain_from(length), n)
+            if not plan.contiguous:
+                raise _lapped(self, length, n)
+
+    def guard(self, stream: Stream, n: int = 1) -> None:
+        """Under capture: let every launch of the graph check the ring's headroom for ``n`` rows."""
+        capture = capture_of(stream)
+        if capture is not None and self.ring is not None:
+            capture.add_check(lambda _: self.check_headroom(n))
+
+    def prepare(self, stream: Stream, n: int) -> None:
+        """Make room for ``n`` more rows; a ring is rebased when it must be."""
+        if self.ring is None:
+            self.check_headroom(n)
+        else:
+            self.prepare_kv_append(stream, self.ring.retain_from(self.len), n)
+
+    def prepare_kv_append(self, stream: Stream, retain_from: int, n: int) -> int:
+        """Make room for ``n`` rows and return the physical row of the first one.
+
+        On a ring that is full this moves the rows from ``retain_from`` on down to row 0 and writes
+        ``base`` and ``base_d``. The length does not change.
+
+        Raises
+        ------
+        CapacityExceeded, RingLapped
+            The rows cannot be had; nothing moved.
+        CaptureForbidden
+            A rebase is needed while ``stream`` is being captured.
+        """
+        length = self.len
+        if length + n > self.max_ctx or n < 0:
+            self.check_headroom(n)
+        if self.ring is None:
+            return length
+        try:
+            plan = self.ring.append_plan(length, retain_from, n)
+        except PlaneError as error:
+            raise type(error)(f"{self.name}.prepare_kv_append: {error}") from None
+        if plan.contiguous:
+            return plan.write_row
+        assert plan.src_row is not None and plan.keep_rows is not None
+        assert plan.new_base is not None
+        if stream.recording is not None:
+            raise CaptureForbidden(
+                f"{self.name}.prepare_kv_append: a rebase to {plan.new_base} while the stream is "
+                "being captured; make the headroom before the capture",
+                call="prepare_kv_append",
+            )
+        for plane, tok_bytes in ((self.k, self.k_tok_bytes), (self.v, self.v_tok_bytes)):
+            _move_down(stream, plane, tok_bytes, plan.src_row, plan.keep_rows)
+        self.set_base(stream, plan.new_base)
+        return plan.write_row
+
+    def set_base(self, stream: Stream, new_base: int, *, reset: bool = False) -> None:
+        """Write the base of the ring, here and on the device; nothing else writes either.
+
+        Parameters
+        ----------
+        reset : bool
+            Allow a smaller base, for a plane whose rows are all given up.
+        """
+        if self.ring is None or self.base_d is None:
+            raise PlaneError(f"{self.name}.set_base: the plane is flat and has no base")
+        if stream.recording is not None:
+            raise CaptureForbidden(
+                f"{self.name}.set_base: a graph would write the same base at every launch",
+                call="set_base",
+            )
+        if reset:
+            self.ring.base = new_base
+        else:
+            self.ring.apply_rebase(new_base)
+        self.lengths.set_base(stream, self.index, new_base)
+
+    # -- end --------------------------------------------------------------------------------------
+    def describe(self) -> dict[str, Any]:
+        """Return geometry, formats, bytes and lengths."""
+        ring = self.ring
+        return {
+            "name": self.name,
+            "n_kv_heads": self.n_kv_heads,
+            "head_dim": (self.head_dim_k, self.head_dim_v),
+            "formats": (self.k_format.name, self.v_format.name),
+            "rows": self.rows,
+            "bytes": self.k.n_bytes + self.v.n_bytes,
+            "len": self.len,
+            "base": ring.base if ring else 0,
+            "window": self.window,
+            "ring_used": (self.len - ring.base) / ring.rows if ring else None,
+        }
+
+    def close(self) -> None:
+        """Free the planes, unless they are part of a cache; idempotent."""
+        if self._owns_arena:
+            self._arena.close()
+            self._workspace.close()
+
+    # -- inside -----------------------------------------------------------------------------------
+    def _workspace_bytes(self, q: Buffer, window: int | None) -> int:
+        n_rows, n_heads = (*q.shape, 1)[:2]
+        return kv_attend.workspace_bytes(
+            self.device, n_rows, n_heads, self.head_dim_v, self.rows, window=window,
+            ring=self.base_d is not None,
+        )  # fmt: skip
+
+    def _check_finite(self, stream: Stream, k: Buffer, v: Buffer) -> None:
+        self._fault.fill(stream, 0)
+        kv_append.check_finite(
+            stream, k, v, k_format=self.k_format, v_format=self.v_format, fault=self._fault
+        )
+        kv_append.raise_if_faulty(
+            stream, self._fault, self.kv_dim_k, self.kv_dim_v, head_dim=self.head_dim_k,
+            name=self.name,
+        )  # fmt: skip
+
+    def _alone(self, action: str) -> None:
+        if not self._owns_arena:
+            raise PlaneError(
+                f"{self.name}.{action}: the layer shares its counters with a group of planes; "
+                f"call {action} of the group, so that all of them move together"
+            )
+
+    def _rows_of(self, name: str, rows: Buffer, width: int) -> int:
+        if rows.dtype != np.float32 or len(rows.shape) != 2 or rows.shape[1] != width:
+            raise ArgumentError(
+                f"{self.name}.append: {name} must be f32 [n, {width}], got {rows.dtype} "
+                f"{list(rows.shape)}",
+                kernel="append_kv",
+                index=0 if name == "k" else 1,
+                name=name,
+                expected=f"float32 [n, {width}]",
+                got=f"{rows.dtype} {list(rows.shape)}",
+            )
+        return int(rows.shape[0])
+
+
+class KvGeometry:
+    """Sizes of a layer before anything is allocated."""
+
+    def __init__(
+        self,
+        n_kv_heads: int,
+        head_dim: int,
+        head_dim_v: int,
+        k_format: Format | None,
+        v_format: Format | None,
+    ):
+        selected = policy.kv_cache_formats()
+        self.k_format, self.v_format = k_format or selected[0], v_format or selected[1]
+        self.n_kv_heads, self.head_dim, self.head_dim_v = n_kv_heads, head_dim, head_dim_v
+
+    def check(self, device: Device, max_ctx: int, window: int | None, ring: KvRing | None) -> None:
+        for what, value in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
+            if value < BLOCK or value % BLOCK:
+                raise PlaneError(
+                    f"KvLayer: {what} {value} must be a positive multiple of {BLOCK}, so that no "
+                    "block straddles two heads; pad the heads"
+                )
+        if self.n_kv_heads < 1 or not 1 <= max_ctx <= _I32_MAX:
+            raise PlaneError(
+                f"KvLayer: {self.n_kv_heads} kv heads and {max_ctx} rows; at least one of each, "
+                f"and at most {_I32_MAX} rows"
+            )
+        if window is not None and window < 1:
+            raise PlaneError(f"KvLayer: window {window} must be at least 1, or None for all rows")
+        if ring is not None and ring.window != window:
+            raise PlaneError(
+                f"KvLayer: the ring keeps rows for a window of {ring.window}, but the layer "
+                f"attends {'all rows' if window is None else window}; give window={ring.window}"
+            )
+        kv_attend.check_supported(
+            device, self.k_format, self.v_format, self.head_dim, self.head_dim_v
+        )
+
+    def tok_bytes(self) -> tuple[int, int]:
+        """Bytes of a K row and of a V row."""
+        return (
+            self.k_format.row_bytes(self.n_kv_heads * self.head_dim),
+            self.v_format.row_bytes(self.n_kv_heads * self.head_dim_v),
+        )
+
+    def plane_bytes(self, max_ctx: int, ring: KvRing | None) -> int:
+        """Bytes of both planes, tail pads included."""
+        rows = ring.rows if ring else max_ctx
+        return sum(rows * b + TAIL_PAD_BYTES for b in self.tok_bytes())
+
+
+def _lapped(layer: KvLayer, length: int, n: int) -> RingLapped:
+    return RingLapped(
+        f"{layer.name}: {n} rows behind {length} need a rebase of the ring (base "
+        f"{layer.ring.base if layer.ring else 0}, {layer.rows} rows), which cannot happen here; "
+        "call prepare_kv_append between rounds"
+    )
+
+
+def _move_down(stream: Stream, plane: Buffer, tok_bytes: int, src_row: int, n_rows: int) -> None:
+    """Move rows down to row 0, in pieces that do not overlap, in ascending order.
+
+    A piece is at most as long as the way it moves, so no copy reads what it writes, and the order
+    of the stream keeps a piece from overwriting the source of a later one. One copy suffices
+    unless more rows are kept than dropped.
+    """
+    for done in range(0, n_rows, src_row):
+        n_bytes = min(src_row, n_rows - done) * tok_bytes
+        dst = plane.view(done * tok_bytes, (n_bytes,), np.uint8)
+        dst.copy_from(stream, plane.view((src_row + done) * tok_bytes, (n_bytes,), np.uint8))

@@ -1,0 +1,163 @@
+"""Planes that move together: one block of lengths on the device, one mirror on the host."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from ..errors import CapacityExceeded, CaptureForbidden
+from ..graph.counters import DeviceCounter
+from ..runtime.memory import note_use
+
+if TYPE_CHECKING:
+    from ..runtime import Arena, Buffer, Device, Stream
+
+__all__ = ["Lengths", "Planes", "Workspace"]
+
+
+class Planes(Protocol):
+    """A set of planes with one length: a ``KvLayer`` of its own, or a ``Cache``.
+
+    Attributes
+    ----------
+    len, capacity : int
+        Valid rows, and the most there can be.
+    counters : Buffer
+        i32[n], the lengths of all planes on the device, contiguous.
+    """
+
+    @property
+    def len(self) -> int: ...
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def counters(self) -> Buffer: ...
+
+    def prepare(self, stream: Stream, n: int) -> None:
+        """Make room for ``n`` rows, outside any capture; a ring may be rebased."""
+        ...
+
+    def check_headroom(self, n: int) -> None:
+        """Refuse unless ``n`` rows fit as the planes stand."""
+        ...
+
+    def advance(self, stream: Stream, n: int) -> None:
+        """Move every length by ``n``, on the device and on the host."""
+        ...
+
+    def moved(self, stream: Stream, n: int) -> None:
+        """Book that a kernel which was just issued on ``stream`` moved every length by ``n``."""
+        ...
+
+    def guard(self, stream: Stream) -> None:
+        """Under capture: let every launch of the graph check what only the planes know."""
+        ...
+
+    def set_len(self, stream: Stream, n: int) -> None:
+        """Set every length, on the device and on the host."""
+        ...
+
+
+class Lengths:
+    """The lengths of one or more planes in lock-step, and behind them the bases of their rings.
+
+    Attributes
+    ----------
+    buffer : Buffer
+        i32[n_planes], ``len_d`` of each plane; contiguous, so that one call moves them all.
+    counter : DeviceCounter
+        The one host mirror of all of them.
+    capacity : int
+        Most rows.
+    """
+
+    def __init__(self, arena: Arena, stream: Stream, n_planes: int, capacity: int, *, name: str):
+        self.n_planes, self.capacity, self.name = n_planes, capacity, name
+        self._words: Buffer = arena.take((2 * n_planes,), np.int32, name=f"{name}.lengths")
+        self.buffer: Buffer = self._words.view(0, (n_planes,), np.int32)
+        self._words.fill(stream, 0)
+        self.counter = DeviceCounter(self.buffer, name=f"{name}.len", capacity=capacity)
+
+    @property
+    def value(self) -> int:
+        """The length on the host; raises ``CounterUnknown`` while only the device knows."""
+        return self.counter.value
+
+    def view(self, index: int) -> Buffer:
+        """Return ``len_d`` i32[1] of plane ``index``."""
+        return self._words.view(4 * index, (1,), np.int32)
+
+    def base(self, index: int) -> Buffer:
+        """Return ``base_d`` i32[1] of plane ``index``."""
+        return self._words.view(4 * (self.n_planes + index), (1,), np.int32)
+
+    def need(self, stream: Stream, n: int) -> None:
+        """Refuse unless ``n`` rows fit behind the length; under capture, before each launch."""
+        self.counter.note_need(stream, n)
+
+    def advance(self, stream: Stream, n: int) -> None:
+        """Add ``n`` to every length, on the device and here; captured, at every launch."""
+        if n < 0:
+            raise CapacityExceeded(f"{self.name}: cannot advance by {n}; set the length instead")
+        self.counter.advance(stream, n)
+
+    def moved(self, stream: Stream, n: int) -> None:
+        """Book that a kernel which was just issued on ``stream`` added ``n`` to every length."""
+        self.counter.advance_recorded(stream, n)
+
+    def set(self, stream: Stream, n: int) -> None:
+        """Set every length in place, on the device and here; captured, at every launch."""
+        self.counter.set(stream, n)
+
+    def set_base(self, stream: Stream, index: int, base: int) -> None:
+        """Write ``base_d`` of a plane in place."""
+        word = self.base(index)
+        word._ready(stream)
+        stream.context.driver.cuMemsetD32Async(word.ptr, base, 1, stream.handle)
+        note_use(stream, word.storage)
+
+
+class Workspace:
+    """Scratch memory of attention, shared by the planes of a group; used on one stream at a time.
+
+    It grows when a call needs more, never under capture, and outgrown blocks are kept: captured
+    graphs hold their addresses.
+    """
+
+    def __init__(self, device: Device):
+        self.device = device
+        self._blocks: list[Arena] = []
+        self._buffer: Buffer | None = None
+
+    def take(self, stream: Stream, n_bytes: int) -> Buffer:
+        """Return a buffer of at least ``n_bytes``.
+
+        Raises
+        ------
+        CaptureForbidden
+            It would have to grow while ``stream`` is being captured.
+        """
+        if self._buffer is None or self._buffer.n_bytes < n_bytes:
+            if stream.recording is not None:
+                raise CaptureForbidden(
+                    f"attend: its workspace must grow to {n_bytes} bytes while stream "
+                    f'"{stream.name}" is being captured; run the step once before the capture',
+                    call="cuMemAlloc",
+                )
+            block = self.device.arena(n_bytes + 256, name="attend workspace")
+            self._blocks.append(block)
+            self._buffer = block.take((n_bytes,), np.uint8, name="partials")
+        return self._buffer
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes held, outgrown blocks included."""
+        return sum(block.n_bytes for block in self._blocks)
+
+    def close(self) -> None:
+        """Free all blocks; idempotent."""
+        self._buffer = None
+        for block in self._blocks:
+            block.close()
+        self._blocks.clear()

@@ -1,0 +1,80 @@
+"""Launches of the kernels of a draft chain (``cuda_src/speculative``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..errors import ArgumentError
+from ..runtime.launch import LaunchConfig, launch
+from . import registry
+from .registry import KernelSpec, Tolerance
+
+if TYPE_CHECKING:
+    from ..runtime import Buffer, Stream
+
+__all__ = ["CHAIN_WORDS", "chain_advance"]
+
+CHAIN_WORDS = 5
+"""Words of a chain's block before its feed: token, position, step, n_feed, bad."""
+
+registry.register(
+    KernelSpec(
+        name="chain_advance",
+        source="speculative/chain.cu",
+        entry="chain_advance",
+        oracle="memra_lowlevel.reference.speculative:chain_advance",
+        tolerance=Tolerance("bitwise", 0.0, "integer arithmetic"),
+        edges=(
+            "known token fed", "first draft", "last draft", "past the last draft",
+            "sentinel token", "token at the edge of the vocabulary", "no planes",
+            "more planes than threads",
+        ),
+        hot=True,
+        same_bits=True,
+    )
+)  # fmt: skip
+
+
+def chain_advance(
+    stream: Stream,
+    block: Buffer,
+    drafts: Buffer,
+    counters: Buffer | None,
+    *,
+    n_vocab: int,
+    k_max: int,
+) -> None:
+    """Store a draft, put the next token in place, and move step, position and counters by one.
+
+    Parameters
+    ----------
+    stream : Stream
+    block : Buffer
+        i32: token, position, step, n_feed, bad, then the known tokens.
+    drafts : Buffer
+        i32 ``[k_max + 1]``: the pending token, then the drafts.
+    counters : Buffer or None
+        i32, the lengths of the draft's planes.
+    n_vocab, k_max : int
+    """
+    if block.n_bytes < 4 * (CHAIN_WORDS + 1) or drafts.n_bytes < 4 * (k_max + 1):
+        raise ArgumentError(
+            f"chain_advance: a block of {block.n_bytes} and drafts of {drafts.n_bytes} bytes are "
+            f"too small for k_max {k_max}",
+            kernel="chain_advance",
+            name="drafts",
+            expected=f">= {4 * (k_max + 1)} bytes",
+            got=f"{drafts.n_bytes} bytes",
+        )
+    n = counters.n_bytes // 4 if counters is not None else 0
+    launch(
+        stream,
+        LaunchConfig(1, 32),
+        registry.kernel(stream.device, "chain_advance"),
+        block,
+        drafts,
+        counters,
+        n,
+        n_vocab,
+        k_max,
+    )

@@ -1,0 +1,258 @@
+"""A draft step that is captured once and replayed for every drafted token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from ..cache.planes import Planes
+from ..errors import CapacityExceeded, CaptureError, MemraError, RewindRefused
+from ..kernels import speculative as kernels
+from .accept import rewind_amounts
+from .io import ChainIo
+
+if TYPE_CHECKING:
+    from ..graph import GraphExec
+    from ..runtime import Stream
+
+__all__ = ["DraftChain"]
+
+Body = Callable[["Stream"], None]
+Fill = Callable[["Stream", Sequence[int], int], None]
+
+
+class DraftChain:
+    """One captured draft step that feeds itself; made by :meth:`capture`.
+
+    A step reads its token and position from :class:`ChainIo`, appends a row to each of the chain's
+    planes, and leaves the next token where the next step finds it. So ``k`` drafts are ``k``
+    launches of one executable graph: no node is updated and the host reads nothing in between.
+
+    Attributes
+    ----------
+    io : ChainIo
+    planes : Planes
+        The chain's own planes; nobody else may write them.
+    exec : GraphExec
+        The captured step.
+    k_max : int
+    sections : callable or None
+        ``sections(name, units)`` gives a context manager around ``replay``, as a ``CallMeter``.
+    """
+
+    def __init__(
+        self,
+        io: ChainIo,
+        planes: Planes,
+        exec_: GraphExec,
+        k_max: int,
+        *,
+        fill: Fill | None,
+        p_min: float | None,
+        name: str,
+    ):
+        self.io, self.planes, self.exec, self.k_max = io, planes, exec_, k_max
+        self.name, self.p_min = name, p_min
+        self.sections: Any = None
+        self._fill = fill
+
+    @classmethod
+    def capture(
+        cls,
+        stream: Stream,
+        body: Body,
+        io: ChainIo,
+        planes: Planes,
+        k_max: int,
+        *,
+        fill: Fill | None = None,
+        p_min: float | None = None,
+        warmups: int = 1,
+        name: str = "draft",
+    ) -> DraftChain:
+        """Capture one draft step.
+
+        Parameters
+        ----------
+        stream : Stream
+        body : callable
+            Launches one step on the stream it is given: reads ``io.tok_d`` and ``io.pos_d``,
+            appends one row to every plane (without moving a counter), leaves its token in
+            ``io.tok_d``, and the probability of that token in ``io.p_d`` where ``p_min`` is used.
+            It may not allocate.
+        io : ChainIo
+        planes : Planes
+            The planes that the body appends to.
+        k_max : int
+            Most drafts of a round.
+        fill : callable, optional
+            ``fill(stream, tokens, position)`` appends rows of known tokens and moves the counters;
+            used for a prompt, and for a lag that is longer than the feed.
+        p_min : float, optional
+            Stop drafting at a token that is less probable; costs one read per step.
+        warmups : int
+            Steps run before the capture, so that every kernel is loaded. Their rows lie above the
+            planes' length and are overwritten; all counters are restored.
+        name : str
+            Of the graph, in messages.
+
+        Raises
+        ------
+        CapacityExceeded
+            The planes have no room for a warm-up step.
+        CaptureError
+            The captured step holds a memory node.
+        """
+        if not 1 <= k_max <= io.k_max:
+            raise MemraError(f"DraftChain: k_max {k_max} must lie in 1..{io.k_max}, that of its io")
+        length = planes.len
+        planes.prepare(stream, 1)
+
+        def step() -> None:
+            body(stream)
+            kernels.chain_advance(
+                stream, io.block, io.draft_d, planes.counters, n_vocab=io.n_vocab, k_max=k_max
+            )
+            planes.moved(stream, 1)
+
+        try:
+            for _ in range(warmups):
+                io.begin(stream, [0], length)
+                step()
+                planes.set_len(stream, length)
+                stream.sync()
+            with stream.capture(name) as graph:
+                step()
+            exec_ = graph.instantiate()
+            memory_nodes = exec_.describe().memory_nodes
+            if memory_nodes:
+                exec_.close()
+                raise CaptureError(
+                    f'DraftChain: the step "{name}" allocates memory in {memory_nodes} nodes; take '
+                    "its buffers from an Arena before the capture"
+                )
+            exec_.upload(stream)
+        finally:
+            if stream.recording is None:
+                planes.set_len(stream, length)
+        return cls(io, planes, exec_, k_max, fill=fill, p_min=p_min, name=name)
+
+    # -- the low level: replay and rewind --------------------------------------------------------
+    def replay(self, stream: Stream, k: int) -> int:
+        """Launch the captured step ``k`` times; one driver call each.
+
+        Raises
+        ------
+        CapacityExceeded, RingLapped
+            The planes have no room for ``k`` more rows without moving any: call
+            ``planes.prepare(stream, k)`` between rounds. Nothing was launched.
+        """
+        self.planes.check_headroom(k)
+        launch = self.exec.launch
+        with self.sections("replay", k) if self.sections else nullcontext():
+            for _ in range(k):
+                launch(stream)
+        return k
+
+    def fill(self, stream: Stream, tokens: Sequence[int]) -> None:
+        """Append rows of known tokens behind the planes' length, several at a launch.
+
+        Raises
+        ------
+        MemraError
+            The chain was captured without ``fill``.
+        """
+        if self._fill is None:
+            raise MemraError(f'DraftChain "{self.name}" was captured without a fill')
+        self.io.check_tokens(tokens)
+        self._fill(stream, tokens, self.planes.len)
+
+    def rewind(self, stream: Stream, to: int) -> None:
+        """Shorten the chain's planes to ``to`` rows: one counter write, no copy.
+
+        Raises
+        ------
+        RewindRefused
+            ``to`` is longer than the planes, or rows that it needs were dropped.
+        """
+        if to > self.planes.len:
+            raise RewindRefused(
+                f'DraftChain "{self.name}": cannot rewind from {self.planes.len} to {to} rows, '
+                "which is forward; feed the tokens instead",
+                plane=self.name,
+                asked=to,
+                possible=self.planes.len,
+            )
+        if to < self.planes.len:
+            self.planes.set_len(stream, to)
+
+    # -- a round ----------------------------------------------------------------------------------
+    def propose(self, stream: Stream, committed: Sequence[int], k: int) -> int:
+        """Draft up to ``k`` tokens behind ``committed``, whose last token is pending.
+
+        Tokens that the chain has not seen yet (its lag) are fed first. The drafts are left in
+        ``io.draft_d``; without ``p_min`` the host waits for nothing.
+
+        Returns
+        -------
+        int
+            How many were drafted.
+        """
+        k = min(k, self.k_max)
+        have = self.planes.len
+        if have >= len(committed):
+            raise MemraError(
+                f'DraftChain "{self.name}": its planes hold {have} rows but only '
+                f"{len(committed) - 1} tokens are committed; rewind it first"
+            )
+        excess = len(committed) - have - self.io.n_feed_max
+        if k and excess > 0:
+            if self._fill is None:
+                raise CapacityExceeded(
+                    f'DraftChain "{self.name}" lags {len(committed) - 1 - have} tokens behind and '
+                    f"has no fill; the feed takes {self.io.n_feed_max - 1}"
+                )
+            self._fill(stream, committed[have : have + excess], have)
+            have = self.planes.len
+        if k == 0:
+            self.io.begin(stream, committed[-1:], len(committed) - 1)
+            return 0
+        feed = committed[have:]
+        steps = len(feed) - 1 + k
+        self.planes.prepare(stream, steps)
+        self.io.begin(stream, feed, have)
+        if self.p_min is None:
+            self.replay(stream, steps)
+            return k
+        self.replay(stream, len(feed) - 1)
+        for drafted in range(1, k + 1):
+            self.replay(stream, 1)
+            self.io.p_d.copy_to(stream, self.io.p_host)
+            stream.sync()
+            if not self.io.p_host.array[0] >= self.p_min:
+                return drafted
+        return k
+
+    def settle(self, stream: Stream, k: int, accepted: int) -> None:
+        """Drop the rows of rejected drafts, after a round of ``k`` drafts."""
+        drop = rewind_amounts(k, accepted).draft
+        self.rewind(stream, self.planes.len - drop)
+
+    def cancel(self, stream: Stream, k: int) -> None:
+        """Drop all rows of a round of ``k`` drafts; rows of a lag that was fed stay."""
+        self.rewind(stream, self.planes.len - k)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the chain is: its graph's description, its planes' lengths and limits."""
+        return {
+            "name": self.name,
+            "k_max": self.k_max,
+            "len": self.planes.len,
+            "capacity": self.planes.capacity,
+            "graph": self.exec.describe(),
+        }
+
+    def close(self) -> None:
+        """Close the executable graph; the planes and the io belong to whoever made them."""
+        self.exec.close()
