@@ -35,11 +35,12 @@ __global__ void __launch_bounds__(128, 4)
             for (int b = first; b < last; b++) {
                 float weights[TILE_COLS];
                 Tile::load(tile + size_t(b) * Tile::BYTES, lane, weights);
+                const size_t row_step = size_t(n_blocks) * TILE_COLS;
                 const float* block_x = x + (size_t(r0) * n_blocks + b) * TILE_COLS;
 #pragma unroll
                 for (int r = 0; r < R; r++)
                     if (R == 1 || r0 + r < n_rows)
-                        sum[r] = sum[r] + dot32(weights, block_x + size_t(r) * n_blocks * TILE_COLS);
+                        sum[r] = sum[r] + dot32(weights, Activations(block_x + r * row_step));
             }
 #pragma unroll
             for (int r = 0; r < R; r++)
