@@ -14,7 +14,7 @@ from types import ModuleType
 
 from ...errors import CompilerNotFound
 
-__all__ = ["alloc", "free"]
+__all__ = ["alloc", "free", "note_write"]
 
 _PAGE = mmap.PAGESIZE
 _PROT_NONE, _PROT_RW = 0, 3
@@ -37,6 +37,19 @@ def _backend() -> ModuleType | None:
         except (ImportError, CompilerNotFound):
             _runner = None
     return _runner
+
+
+def note_write(ptr: int, n_bytes: int, source: int = 0) -> None:
+    """Tell check mode that bytes were written from outside a kernel.
+
+    With a ``source`` in device memory, what was uninitialised there is uninitialised here.
+    """
+    backend = _backend()
+    if backend is not None and n_bytes:
+        if source:
+            backend.note_copy(ptr, source, n_bytes)
+        else:
+            backend.note_write(ptr, n_bytes)
 
 
 def alloc(n_bytes: int) -> int:

@@ -76,7 +76,10 @@ class CopyWork:
         self._dst.check(self.label, "destination")
         self._src.check(self.label, "source")
         source = self.data if self.data is not None else self._src.ptr
-        ctypes.memmove(self._dst.ptr, source, self.params.n_bytes)
+        n = self.params.n_bytes
+        ctypes.memmove(self._dst.ptr, source, n)
+        device_source = self._src.block is not None and self._src.block.kind != "pinned"
+        guarded.note_write(self._dst.ptr, n, self._src.ptr if device_source else 0)
 
 
 class SetWork:
@@ -93,12 +96,14 @@ class SetWork:
         """Set now."""
         self._dst.check(self.label, "destination")
         p = self.params
+        n = p.n_elements * p.element_bytes
+        guarded.note_write(p.dst, n)
         if p.element_bytes == 1:
-            ctypes.memset(p.dst, p.value & 0xFF, p.n_elements)
+            ctypes.memset(p.dst, p.value & 0xFF, n)
             return
         pattern = (p.value & (2 ** (8 * p.element_bytes) - 1)).to_bytes(p.element_bytes, "little")
         if p.n_elements:
-            ctypes.memmove(p.dst, pattern * p.n_elements, p.n_elements * p.element_bytes)
+            ctypes.memmove(p.dst, pattern * p.n_elements, n)
 
 
 class _PoolWork:
@@ -135,6 +140,9 @@ class HostMemory(HostState):
         raise NotImplementedError
 
     def _sync_legacy(self, ctx: HostContext) -> None:
+        raise NotImplementedError
+
+    def _refuse_legacy(self, ctx: HostContext, call: str) -> None:
         raise NotImplementedError
 
     # -- blocks --------------------------------------------------------------------------------
@@ -343,6 +351,7 @@ class HostMemory(HostState):
     def _copy_now(self, call: str, params: MemcpyNodeParams) -> None:
         self._gate(call)
         ctx = self._ctx(call)
+        self._refuse_legacy(ctx, call)
         work = self._copy_work(call, params, snapshot=True)
         self._sync_legacy(ctx)
         work.run()

@@ -6,9 +6,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from ...errors import CompilerNotFound
+from ...errors import InvalidArgument
 from ..calls import driver_call
 from ..table import (
     DeviceAttribute,
@@ -32,6 +33,7 @@ class HostModule:
 
     handle: int
     native: Any
+    check: bool = False
     functions: dict[str, int] = field(default_factory=dict)
 
 
@@ -45,6 +47,7 @@ class HostFunction:
     native: Any
     sizes: tuple[int, ...]
     offsets: tuple[int, ...]
+    shared_bytes: int = 0
     settings: dict[FuncAttribute, int] = field(default_factory=dict)
 
 
@@ -79,6 +82,7 @@ class KernelWork:
 
         o, p = current_options(), self.params
         self.serial += 1
+        check = self.func.module.check
         runner.run(
             self.func.native,
             p.grid,
@@ -87,8 +91,8 @@ class KernelWork:
             ctypes.addressof(self._pointers),
             order=o.thread_order,
             seed=o.seed + self.serial,
-            workers=o.workers,
-            check=o.check,
+            workers=1 if check else o.workers,
+            check=check,
         )
 
 
@@ -108,20 +112,21 @@ class HostModules(HostStreams):
         from . import runner
 
         try:
-            path = image.rstrip(b"\0").decode("utf-8")
-            native = runner.load(path)
-        except UnicodeDecodeError as error:
+            path = Path(image.rstrip(b"\0").decode("utf-8"))
+            known = path.is_file()
+        except (UnicodeDecodeError, ValueError, OSError):
+            known = False
+        if not known:
             raise self._error(
-                "CUDA_ERROR_INVALID_IMAGE", call,
-                "a host image is the path of a kernel library, these bytes are no path",
-            ) from error  # fmt: skip
-        except FileNotFoundError as error:
-            raise self._error("CUDA_ERROR_FILE_NOT_FOUND", call, str(error)) from error
-        except CompilerNotFound:
-            raise
-        except OSError as error:
-            raise self._error("CUDA_ERROR_SHARED_OBJECT_INIT_FAILED", call, str(error)) from error
-        module = HostModule(self._new_handle(), native)
+                "CUDA_ERROR_INVALID_IMAGE",
+                call,
+                "a host image is the path of a kernel library, and these bytes name no file",
+            )
+        try:
+            native = runner.load(path)
+        except InvalidArgument as error:
+            raise self._error(error.result, call, str(error)) from error
+        module = HostModule(self._new_handle(), native, runner.module_flags(native)["check"])
         self._modules[module.handle] = module
         return module.handle
 
@@ -136,6 +141,10 @@ class HostModules(HostStreams):
             self._functions.pop(handle, None)
             self._names.pop(handle, None)
         del self._modules[module]
+        if not self._in_use(found):
+            from . import runner
+
+            runner.unload(found.native)
 
     @driver_call
     def cuModuleGetFunction(self, module: int, name: str) -> int:
@@ -147,16 +156,29 @@ class HostModules(HostStreams):
 
         try:
             native = runner.get_function(found.native, name)
-        except (KeyError, AttributeError, LookupError) as error:
-            raise self._error(
-                "CUDA_ERROR_NOT_FOUND", call, f"the module has no kernel {name!r}"
-            ) from error
+        except InvalidArgument as error:
+            raise self._error(error.result, call, str(error)) from error
         sizes = tuple(int(s) for s in runner.param_sizes(native))
-        func = HostFunction(self._new_handle(), name, found, native, sizes, _natural_offsets(sizes))
+        func = HostFunction(
+            self._new_handle(),
+            name,
+            found,
+            native,
+            sizes,
+            _natural_offsets(sizes),
+            runner.static_shared_bytes(native),
+        )
         found.functions[name] = func.handle
         self._functions[func.handle] = func
         self._names.setdefault(func.handle, name)
         return func.handle
+
+    def _in_use(self, module: HostModule) -> bool:
+        """Whether a graph or an executable graph still holds kernels of a module."""
+        return any(
+            isinstance(n.work, KernelWork) and n.work.func.module is module
+            for n in self._nodes.values()
+        )
 
     def _func(self, handle: int, call: str) -> HostFunction:
         return self._find(self._functions, handle, call, "kernel")
@@ -167,6 +189,7 @@ class HostModules(HostStreams):
         default = {
             FuncAttribute.MAX_THREADS_PER_BLOCK: 1024,
             FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES: 48 << 10,
+            FuncAttribute.SHARED_SIZE_BYTES: f.shared_bytes,
         }
         return f.settings.get(attribute, default.get(attribute, 0))
 

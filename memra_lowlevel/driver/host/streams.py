@@ -7,6 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from .. import legality
 from ..calls import driver_call
 from ..table import CaptureInfo, CaptureMode, CaptureStatus, NodeType
 from .memory import HostMemory
@@ -93,6 +94,17 @@ class HostStreams(HostMemory):
             if st.ctx is ctx and st.blocking and st.capture is None:
                 self._finish(st.tail)
         self._schedule.run_some()
+
+    def _refuse_legacy(self, ctx: HostContext, call: str) -> None:
+        """Refuse work on the legacy stream while a blocking stream of the context is captured."""
+        captures = [
+            st.capture
+            for st in self._streams.values()
+            if st.ctx is ctx and st.blocking and st.capture is not None
+        ]
+        if captures:
+            self._invalidate(captures, call, legality.IMPLICIT)
+            raise self._error(legality.IMPLICIT, call)
 
     # -- streams -------------------------------------------------------------------------------
     @driver_call

@@ -1,0 +1,164 @@
+"""Record what a driver answers to the cases of stream capture.
+
+    python tools/legality_record.py --driver cuda --compare
+
+writes tests/vectors/legality_cuda.json and prints where the driver differs from the table.
+
+Each run works in a child process. When a case ends the process or hangs, that is its answer, and
+a new child goes on behind it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+# A kernel without parameters; any driver since CUDA 12 compiles this PTX itself.
+PTX = b""".version 7.0
+.target sm_52
+.address_size 64
+.visible .entry empty()
+{
+    ret;
+}
+\0"""
+KERNEL = "empty"
+
+
+def image_for(kind: str) -> tuple[bytes, str]:
+    """Module image and kernel name for a driver."""
+    if kind == "cuda":
+        return PTX, KERNEL
+    from memra_lowlevel.compile.hostcxx import compile_host
+
+    source = '#include "common/device.cuh"\nKERNEL void empty() {}\n'
+    image = compile_host(source, [KERNEL], [str(ROOT / "cuda_src")], {})
+    return str(image.path).encode(), image.entries[KERNEL]
+
+
+def child(kind: str, skip: int) -> None:
+    """Run the cases from number ``skip`` on; print one JSON line before and after each."""
+    from memra_lowlevel.driver import get
+    from memra_lowlevel.driver.legality_cases import CASES, run_case
+
+    driver = get(kind)  # type: ignore[arg-type]
+    image, kernel = image_for(kind)
+    for i, case in enumerate(CASES[skip:], start=skip):
+        print(json.dumps({"begin": i, "case": case.id}), flush=True)
+        answers = run_case(driver, case, image=image, kernel=kernel)
+        print(json.dumps({"case": case.id, "answers": answers}), flush=True)
+
+
+def record(kind: str, timeout_s: float) -> list[dict[str, Any]]:
+    """Run all cases in children; return the records in the order of the cases."""
+    from memra_lowlevel.driver.legality_cases import CASES
+
+    records: list[dict[str, Any]] = []
+    while len(records) < len(CASES):
+        command = [sys.executable, __file__, "--child", str(len(records)), "--driver", kind]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+            out, how = done.stdout, f"process ended with {done.returncode}"
+            err = done.stderr
+        except subprocess.TimeoutExpired as error:
+            raw = error.stdout or b""
+            out = raw.decode() if isinstance(raw, bytes) else raw
+            how, err = f"no answer within {timeout_s:.0f} s", ""
+        before = len(records)
+        lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        records += [line for line in lines if "answers" in line]
+        if len(records) < len(CASES):
+            if not lines or "ended with 1" in how:
+                raise SystemExit(f"the child failed: {how}\n{err}")
+            print(f"{CASES[len(records)].id}: {how}\n{err[-2000:]}", file=sys.stderr)
+            records.append({"case": CASES[len(records)].id, "answers": {"process": how}})
+        assert len(records) > before
+    return records
+
+
+def about(kind: str) -> dict[str, Any]:
+    """Return what the recording was made with."""
+    from memra_lowlevel.driver import get
+    from memra_lowlevel.driver.table import DeviceAttribute
+
+    d = get(kind)  # type: ignore[arg-type]
+    d.cuInit()
+    device = d.cuDeviceGet(0)
+    facts: dict[str, Any] = {
+        "driver": kind,
+        "driver_version": d.cuDriverGetVersion(),
+        "device": d.cuDeviceGetName(device),
+        "arch": [
+            d.cuDeviceGetAttribute(DeviceAttribute.COMPUTE_CAPABILITY_MAJOR, device),
+            d.cuDeviceGetAttribute(DeviceAttribute.COMPUTE_CAPABILITY_MINOR, device),
+        ],
+        "python": platform.python_version(),
+        "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
+    }
+    if kind == "cuda":
+        from importlib.metadata import version
+
+        facts["bindings"] = version("cuda-bindings")
+        try:
+            query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+            done = subprocess.run(query, capture_output=True, text=True, timeout=60)
+            facts["nvidia_smi_driver"] = done.stdout.strip().splitlines()[0]
+        except (OSError, IndexError, subprocess.TimeoutExpired):
+            facts["nvidia_smi_driver"] = "?"
+    return facts
+
+
+def differences(records: list[dict[str, Any]]) -> list[str]:
+    """Say where recorded answers differ from the table's predictions."""
+    from memra_lowlevel.driver.legality_cases import CASES, expected
+
+    recorded = {r["case"]: r["answers"] for r in records}
+    out = []
+    for case in CASES:
+        want, got = expected(case), recorded.get(case.id)
+        if got is None:
+            out.append(f"{case.id}: no recorded answer")
+        elif got != want:
+            keys = [k for k in {**want, **got} if want.get(k) != got.get(k)]
+            parts = ", ".join(f"{k}: table {want.get(k)}, driver {got.get(k)}" for k in keys)
+            out.append(f"{case.id}: {parts}")
+    return out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--driver", choices=("cuda", "host"), default="cuda")
+    parser.add_argument("--out", type=Path, help="default: tests/vectors/legality_<driver>.json")
+    parser.add_argument("--compare", action="store_true", help="print differences from the table")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one child")
+    parser.add_argument("--child", type=int, default=-1, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child >= 0:
+        child(args.driver, args.child)
+        return 0
+    records = record(args.driver, args.timeout)
+    out = args.out or ROOT / "tests" / "vectors" / f"legality_{args.driver}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join("  " + json.dumps(r) for r in records)
+    text = json.dumps(about(args.driver))[:-1] + ',\n "cases": [\n' + lines + "\n ]}\n"
+    json.loads(text)
+    out.write_text(text, encoding="utf-8")
+    print(f"{len(records)} cases written to {out}")
+    if args.compare:
+        found = differences(records)
+        print("\n".join(found))
+        print(f"{len(found)} of {len(records)} cases differ from the table")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
