@@ -183,7 +183,7 @@ class _Demo:
             self._say("\n[the model ended the text]", end="")
         return out, rounds
 
-    # -- what they are made of ----------------------------------------------------------------------
+    # -- what they are made of --------------------------------------------------------------------
     def _planes(self, name: str, n_layers: int) -> Cache:
         config = self.model.config
         layer = LayerPlan(KvCache(), config.kv_dim, config.kv_dim, config.head_dim, config.head_dim)

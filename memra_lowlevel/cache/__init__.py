@@ -12,6 +12,7 @@ from .accounting import (
     latent_kv_bytes_per_token_for_plan,
 )
 from .cache import Cache
+from .geometry import KvGeometry
 from .index_ring import (
     INDEX_RING_WORKING_ROWS,
     index_plane_physical_row,
@@ -20,7 +21,7 @@ from .index_ring import (
     index_ring_rows_for,
     index_ring_take,
 )
-from .kv_layer import KvGeometry, KvLayer
+from .kv_layer import KvLayer
 from .kvdev import KvDev, StreamKvDev
 from .plan import (
     KvCache,

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import PlaneError
 from . import policy
 from .accounting import layer_formats
-from .kv_layer import KvGeometry, KvLayer
+from .geometry import KvGeometry
+from .kv_layer import KvLayer
 from .plan import KvCache, ModelPlan, SlidingKvCache
 from .planes import Lengths, Workspace
 from .ring import PRIME_CHUNK_MAX_TOKENS, SWA_REWIND_SLACK_ROWS, KvRing, swa_ring_rows

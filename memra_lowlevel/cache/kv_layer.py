@@ -14,22 +14,18 @@ from ..errors import (
     RewindRefused,
     RingLapped,
 )
-from ..formats import BLOCK, Format
+from ..formats import Format
 from ..graph.capture import capture_of
 from ..kernels import kv_append, kv_attend
-from . import policy
+from .geometry import MAX_ROWS, TAIL_PAD_BYTES, KvGeometry, move_rows_down
 from .planes import Lengths, Workspace
 from .ring import KvRing
 
 if TYPE_CHECKING:
     from ..runtime import Arena, Buffer, Device, Stream
 
-__all__ = ["TAIL_PAD_BYTES", "KvGeometry", "KvLayer"]
+__all__ = ["KvLayer"]
 
-TAIL_PAD_BYTES = 8
-"""Bytes behind the last row of a plane: kernels read whole words and may touch a few more."""
-
-_I32_MAX = 2**31 - 1
 _ALIGN = 256
 
 
@@ -156,7 +152,8 @@ class KvLayer:
         stream = device.stream(name=f"{name} start")
         try:
             layer = cls(
-                geometry, max_ctx, arena=arena, lengths=Lengths(arena, stream, 1, max_ctx, name=name),
+                geometry, max_ctx, arena=arena,
+                lengths=Lengths(arena, stream, 1, max_ctx, name=name),
                 workspace=Workspace(device), window=window, ring=ring, check=check, name=name,
             )  # fmt: skip
             stream.sync()
@@ -311,7 +308,7 @@ class KvLayer:
 
     def check_len(self, n: int) -> None:
         """Refuse a length that :meth:`set_len` would refuse."""
-        if n < 0 or n > min(self.max_ctx, _I32_MAX):
+        if n < 0 or n > min(self.max_ctx, MAX_ROWS):
             raise CapacityExceeded(f"{self.name}: length {n} does not lie in 0..{self.max_ctx}")
         if self.ring is not None and n < self.len and not self.ring.can_rewind_to(n):
             raise RewindRefused(
@@ -386,7 +383,7 @@ class KvLayer:
                 call="prepare_kv_append",
             )
         for plane, tok_bytes in ((self.k, self.k_tok_bytes), (self.v, self.v_tok_bytes)):
-            _move_down(stream, plane, tok_bytes, plan.src_row, plan.keep_rows)
+            move_rows_down(stream, plane, tok_bytes, plan.src_row, plan.keep_rows)
         self.set_base(stream, plan.new_base)
         return plan.write_row
 
@@ -473,73 +470,9 @@ class KvLayer:
         return int(rows.shape[0])
 
 
-class KvGeometry:
-    """Sizes of a layer before anything is allocated."""
-
-    def __init__(
-        self,
-        n_kv_heads: int,
-        head_dim: int,
-        head_dim_v: int,
-        k_format: Format | None,
-        v_format: Format | None,
-    ):
-        selected = policy.kv_cache_formats()
-        self.k_format, self.v_format = k_format or selected[0], v_format or selected[1]
-        self.n_kv_heads, self.head_dim, self.head_dim_v = n_kv_heads, head_dim, head_dim_v
-
-    def check(self, device: Device, max_ctx: int, window: int | None, ring: KvRing | None) -> None:
-        for what, value in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
-            if value < BLOCK or value % BLOCK:
-                raise PlaneError(
-                    f"KvLayer: {what} {value} must be a positive multiple of {BLOCK}, so that no "
-                    "block straddles two heads; pad the heads"
-                )
-        if self.n_kv_heads < 1 or not 1 <= max_ctx <= _I32_MAX:
-            raise PlaneError(
-                f"KvLayer: {self.n_kv_heads} kv heads and {max_ctx} rows; at least one of each, "
-                f"and at most {_I32_MAX} rows"
-            )
-        if window is not None and window < 1:
-            raise PlaneError(f"KvLayer: window {window} must be at least 1, or None for all rows")
-        if ring is not None and ring.window != window:
-            raise PlaneError(
-                f"KvLayer: the ring keeps rows for a window of {ring.window}, but the layer "
-                f"attends {'all rows' if window is None else window}; give window={ring.window}"
-            )
-        kv_attend.check_supported(
-            device, self.k_format, self.v_format, self.head_dim, self.head_dim_v
-        )
-
-    def tok_bytes(self) -> tuple[int, int]:
-        """Bytes of a K row and of a V row."""
-        return (
-            self.k_format.row_bytes(self.n_kv_heads * self.head_dim),
-            self.v_format.row_bytes(self.n_kv_heads * self.head_dim_v),
-        )
-
-    def plane_bytes(self, max_ctx: int, ring: KvRing | None) -> int:
-        """Bytes of both planes, tail pads included."""
-        rows = ring.rows if ring else max_ctx
-        return sum(rows * b + TAIL_PAD_BYTES for b in self.tok_bytes())
-
-
 def _lapped(layer: KvLayer, length: int, n: int) -> RingLapped:
     return RingLapped(
         f"{layer.name}: {n} rows behind {length} need a rebase of the ring (base "
         f"{layer.ring.base if layer.ring else 0}, {layer.rows} rows), which cannot happen here; "
         "call prepare_kv_append between rounds"
     )
-
-
-def _move_down(stream: Stream, plane: Buffer, tok_bytes: int, src_row: int, n_rows: int) -> None:
-    """Move rows down to row 0, in pieces that do not overlap, in ascending order.
-
-    A piece is at most as long as the way it moves, so no copy reads what it writes, and the order
-    of the stream keeps a piece from overwriting the source of a later one. One copy suffices
-    unless more rows are kept than dropped.
-    """
-    for done in range(0, n_rows, src_row):
-        n_bytes = min(src_row, n_rows - done) * tok_bytes
-        dst = plane.view(done * tok_bytes, (n_bytes,), np.uint8)
-        dst.copy_from(stream, plane.view((src_row + done) * tok_bytes, (n_bytes,), np.uint8))

@@ -28,11 +28,19 @@ class Planes(Protocol):
     """
 
     @property
-    def len(self) -> int: ...
+    def len(self) -> int:
+        """Valid rows."""
+        ...
+
     @property
-    def capacity(self) -> int: ...
+    def capacity(self) -> int:
+        """Most rows."""
+        ...
+
     @property
-    def counters(self) -> Buffer: ...
+    def counters(self) -> Buffer:
+        """The lengths on the device."""
+        ...
 
     def prepare(self, stream: Stream, n: int) -> None:
         """Make room for ``n`` rows, outside any capture; a ring may be rebased."""
@@ -131,7 +139,7 @@ class Workspace:
         self._buffer: Buffer | None = None
 
     def take(self, stream: Stream, n_bytes: int) -> Buffer:
-        """Return a buffer of at least ``n_bytes``.
+        """Return an f32 buffer of at least ``n_bytes``.
 
         Raises
         ------
@@ -147,7 +155,7 @@ class Workspace:
                 )
             block = self.device.arena(n_bytes + 256, name="attend workspace")
             self._blocks.append(block)
-            self._buffer = block.take((n_bytes,), np.uint8, name="partials")
+            self._buffer = block.take((-(-n_bytes // 4),), np.float32, name="partials")
         return self._buffer
 
     @property

@@ -145,7 +145,7 @@ def kv_fp8_on() -> bool:
 
 
 def class_formats(kind: str) -> tuple[Format, Format]:
-    """Return the formats of a layer of class ``kind`` (``full``, ``gemma_global``, ``gemma_window``).
+    """Return the formats of a layer of class ``full``, ``gemma_global`` or ``gemma_window``.
 
     The allocator and every byte count take the formats from here, so they cannot disagree.
     """

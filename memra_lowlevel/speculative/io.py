@@ -1,4 +1,4 @@
-"""The buffers through which a captured draft chain talks to itself, to the verify step and to us."""
+"""The buffers through which a draft chain talks to itself, to the verify step and to the host."""
 
 from __future__ import annotations
 

@@ -1,0 +1,96 @@
+"""Sizes of the planes of a layer, and how their rows move."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..errors import PlaneError
+from ..formats import BLOCK, Format
+from ..kernels import kv_attend
+from . import policy
+from .ring import KvRing
+
+if TYPE_CHECKING:
+    from ..runtime import Buffer, Device, Stream
+
+__all__ = ["MAX_ROWS", "TAIL_PAD_BYTES", "KvGeometry", "move_rows_down"]
+
+TAIL_PAD_BYTES = 8
+"""Bytes behind the last row of a plane: kernels read whole words and may touch a few more."""
+
+MAX_ROWS = 2**31 - 1
+"""Longest plane: lengths are i32 on the device."""
+
+
+class KvGeometry:
+    """Sizes of a layer before anything is allocated."""
+
+    def __init__(
+        self,
+        n_kv_heads: int,
+        head_dim: int,
+        head_dim_v: int,
+        k_format: Format | None,
+        v_format: Format | None,
+    ):
+        selected = policy.kv_cache_formats()
+        self.k_format, self.v_format = k_format or selected[0], v_format or selected[1]
+        self.n_kv_heads, self.head_dim, self.head_dim_v = n_kv_heads, head_dim, head_dim_v
+
+    def check(self, device: Device, max_ctx: int, window: int | None, ring: KvRing | None) -> None:
+        """Refuse what no plane can be.
+
+        Raises
+        ------
+        PlaneError, FormatUnsupported
+        """
+        for what, value in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
+            if value < BLOCK or value % BLOCK:
+                raise PlaneError(
+                    f"KvLayer: {what} {value} must be a positive multiple of {BLOCK}, so that no "
+                    "block straddles two heads; pad the heads"
+                )
+        if self.n_kv_heads < 1 or not 1 <= max_ctx <= MAX_ROWS:
+            raise PlaneError(
+                f"KvLayer: {self.n_kv_heads} kv heads and {max_ctx} rows; at least one of each, "
+                f"and at most {MAX_ROWS} rows"
+            )
+        if window is not None and window < 1:
+            raise PlaneError(f"KvLayer: window {window} must be at least 1, or None for all rows")
+        if ring is not None and ring.window != window:
+            raise PlaneError(
+                f"KvLayer: the ring keeps rows for a window of {ring.window}, but the layer "
+                f"attends {'all rows' if window is None else window}; give window={ring.window}"
+            )
+        kv_attend.check_supported(
+            device, self.k_format, self.v_format, self.head_dim, self.head_dim_v
+        )
+
+    def tok_bytes(self) -> tuple[int, int]:
+        """Bytes of a K row and of a V row."""
+        return (
+            self.k_format.row_bytes(self.n_kv_heads * self.head_dim),
+            self.v_format.row_bytes(self.n_kv_heads * self.head_dim_v),
+        )
+
+    def plane_bytes(self, max_ctx: int, ring: KvRing | None) -> int:
+        """Bytes of both planes, tail pads included."""
+        rows = ring.rows if ring else max_ctx
+        return sum(rows * b + TAIL_PAD_BYTES for b in self.tok_bytes())
+
+
+def move_rows_down(
+    stream: Stream, plane: Buffer, tok_bytes: int, src_row: int, n_rows: int
+) -> None:
+    """Move rows down to row 0, in pieces that do not overlap, in ascending order.
+
+    A piece is at most as long as the way it moves, so no copy reads what it writes, and the order
+    of the stream keeps a piece from overwriting the source of a later one. One copy suffices
+    unless more rows are kept than dropped.
+    """
+    for done in range(0, n_rows, src_row):
+        n_bytes = min(src_row, n_rows - done) * tok_bytes
+        dst = plane.view(done * tok_bytes, (n_bytes,), np.uint8)
+        dst.copy_from(stream, plane.view((src_row + done) * tok_bytes, (n_bytes,), np.uint8))

@@ -1,0 +1,419 @@
+"""KvLayer: bytes, lock-step, refusals, capture, and rings against flat planes."""
+
+import numpy as np
+import pytest
+
+from memra_lowlevel import formats
+from memra_lowlevel.cache import KvLayer, KvRing
+from memra_lowlevel.errors import (
+    ArgumentError,
+    CapacityExceeded,
+    CaptureForbidden,
+    FormatUnsupported,
+    PlaneError,
+    RewindRefused,
+    RingLapped,
+)
+
+HEAD = 64
+
+
+def rows(device, stream, rng, n, width):
+    return device.from_numpy(rng.normal(size=(n, width)).astype(np.float32), stream)
+
+
+class Pair:
+    """Random K, V and query rows for one layer, on the host and the device."""
+
+    def __init__(self, device, stream, rng, n, layer, n_heads=None):
+        self.n_heads = n_heads or 2 * layer.n_kv_heads
+        self.k_host = rng.normal(size=(n, layer.kv_dim_k)).astype(np.float32)
+        self.v_host = rng.normal(size=(n, layer.kv_dim_v)).astype(np.float32)
+        self.k = device.from_numpy(self.k_host, stream)
+        self.v = device.from_numpy(self.v_host, stream)
+        q = rng.normal(size=(n, self.n_heads, layer.head_dim_k)).astype(np.float32)
+        self.q = device.from_numpy(q, stream)
+        self.out = device.empty((n, self.n_heads, layer.head_dim_v), np.float32, stream)
+        self.out.fill(stream, 0xFF)
+
+
+def step(layer, stream, pair):
+    layer.append(stream, pair.k, pair.v)
+    layer.attend(stream, pair.q, pair.out)
+    layer.advance(stream, pair.k.shape[0])
+
+
+def plane_rows(layer, stream, side, start, end):
+    plane, tok = (layer.k, layer.k_tok_bytes) if side == "k" else (layer.v, layer.v_tok_bytes)
+    data = plane.to_numpy(stream)
+    return [data[r * tok : (r + 1) * tok].tobytes() for r in layer.physical_rows(start, end)]
+
+
+def usable(device, stream, layer):
+    """One plain launch and one fresh capture still work."""
+    length = layer.len
+    layer.set_len(stream, length)
+    with stream.capture("after") as graph:
+        layer.set_len(stream, length)
+    exec_ = graph.instantiate()
+    exec_.launch(stream)
+    stream.sync()
+    assert layer.len == length == layer.len_d.to_numpy(stream)[0]
+    exec_.close()
+
+
+@pytest.mark.parametrize(("heads", "dim_v"), [(2, 64), (3, 96), (1, 128)])
+def test_append_gives_the_formats_bytes(device, stream, heads, dim_v):
+    rng = np.random.default_rng(heads)
+    one = KvLayer.allocate(device, 40, heads, HEAD, head_dim_v=dim_v)
+    many = KvLayer.allocate(device, 40, heads, HEAD, head_dim_v=dim_v)
+    for layer in (one, many):
+        layer.k.fill(stream, 0xA5)
+        layer.v.fill(stream, 0xA5)
+    n = 33
+    pair = Pair(device, stream, rng, n, one)
+    many.append(stream, pair.k, pair.v)
+    many.advance(stream, n)
+    for r in range(n):
+        one.append(
+            stream,
+            pair.k.view(4 * r * one.kv_dim_k, (1, one.kv_dim_k), np.float32),
+            pair.v.view(4 * r * one.kv_dim_v, (1, one.kv_dim_v), np.float32),
+        )
+        one.advance(stream, 1)
+    for plane, other, x, fmt in (
+        (one.k, many.k, pair.k_host, formats.Q8_0),
+        (one.v, many.v, pair.v_host, formats.Q5_1),
+    ):
+        want = formats.encode(fmt, x).tobytes()
+        want += b"\xa5" * (plane.n_bytes - len(want))
+        assert plane.to_numpy(stream).tobytes() == want, "rows exact, nothing else touched"
+        assert other.to_numpy(stream).tobytes() == want
+    for layer in (one, many):
+        layer.close()
+
+
+def test_bytes_of_a_layer(device):
+    layer = KvLayer.allocate(device, 16, 8, 128)
+    assert (layer.kv_dim_k, layer.k_tok_bytes, layer.v_tok_bytes) == (1024, 1088, 768)
+    assert (layer.k.n_bytes, layer.v.n_bytes) == (16 * 1088 + 8, 16 * 768 + 8)
+    layer.close()
+    layer = KvLayer.allocate(device, 16, 8, 128, v_format=formats.Q4_0)
+    assert layer.k_tok_bytes + layer.v_tok_bytes == 1664
+    layer.close()
+    both = {"k_format": formats.E4M3, "v_format": formats.E4M3}
+    layer = KvLayer.allocate(device, 16, 8, 128, **both)
+    assert layer.k_tok_bytes + layer.v_tok_bytes == 2048
+    layer.close()
+
+
+def test_lock_step(device, stream):
+    rng = np.random.default_rng(1)
+    layer = KvLayer.allocate(device, 16, 1, HEAD)
+    address = layer.len_d.ptr
+
+    def both():
+        return layer.len, int(layer.len_d.to_numpy(stream)[0])
+
+    assert both() == (0, 0)
+    pair = Pair(device, stream, rng, 3, layer)
+    layer.append(stream, pair.k, pair.v)
+    assert both() == (0, 0), "append does not move the length"
+    layer.advance(stream, 3)
+    assert both() == (3, 3)
+    layer.set_len(stream, 1)
+    assert both() == (1, 1)
+    assert layer.len_d.ptr == address
+    assert layer.physical_rows(1, 5) == range(1, 5)
+    for bad in ((-1, 2), (3, 2), (0, 17)):
+        with pytest.raises(PlaneError):
+            layer.physical_rows(*bad)
+    layer.close()
+
+
+def test_refusals_move_nothing(device, stream):
+    rng = np.random.default_rng(2)
+    layer = KvLayer.allocate(device, 8, 2, HEAD)
+    pair = Pair(device, stream, rng, 5, layer)
+    step(layer, stream, pair)
+    before = layer.k.to_numpy(stream).tobytes()
+    with pytest.raises(CapacityExceeded):
+        layer.append(stream, pair.k, pair.v)
+    with pytest.raises(CapacityExceeded):
+        layer.advance(stream, 4)
+    for n in (-1, 9, 2**31):
+        with pytest.raises(CapacityExceeded):
+            layer.set_len(stream, n)
+    with pytest.raises(ArgumentError):
+        layer.append(stream, rows(device, stream, rng, 2, 64), pair.v)
+    with pytest.raises(ArgumentError):
+        layer.append(stream, rows(device, stream, rng, 2, 128), rows(device, stream, rng, 3, 128))
+    with pytest.raises(ArgumentError):
+        wrong = device.zeros((2, 128), np.float16, stream)
+        layer.append(stream, wrong, pair.v)
+    with pytest.raises(PlaneError):
+        layer.set_base(stream, 3)
+    assert layer.k.to_numpy(stream).tobytes() == before
+    assert layer.len == 5 == layer.len_d.to_numpy(stream)[0]
+    usable(device, stream, layer)
+    layer.close()
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "error"),
+    [
+        ((8, 2, 80), {}, PlaneError),
+        ((8, 2, 0), {}, PlaneError),
+        ((8, 2, 32), {}, FormatUnsupported),
+        ((8, 0, 64), {}, PlaneError),
+        ((0, 2, 64), {}, PlaneError),
+        ((2**31, 2, 64), {}, PlaneError),
+        ((8, 2, 64), {"window": 0}, PlaneError),
+        ((8, 2, 64), {"window": 4, "ring": KvRing(8, 5)}, PlaneError),
+        ((8, 2, 64), {"ring": KvRing(8, 5)}, PlaneError),
+    ],
+)
+def test_impossible_layers(device, args, options, error):
+    with pytest.raises(error):
+        KvLayer.allocate(device, *args, **options)
+
+
+def test_rows_that_are_not_finite_are_refused_by_name(device, stream):
+    rng = np.random.default_rng(3)
+    layer = KvLayer.allocate(device, 8, 2, HEAD, check=True)
+    pair = Pair(device, stream, rng, 3, layer)
+    bad = pair.v_host.copy()
+    bad[1, 70] = np.inf
+    layer.k.fill(stream, 0)
+    with pytest.raises(ArgumentError, match=r"row 1 of v.*head 1"):
+        layer.append(stream, pair.k, device.from_numpy(bad, stream))
+    assert not layer.k.to_numpy(stream).any(), "nothing was written"
+    layer.append(stream, pair.k, pair.v)
+    layer.close()
+    layer = KvLayer.allocate(device, 8, 2, HEAD, check=False)
+    layer.append(stream, pair.k, device.from_numpy(bad, stream))
+    got = formats.decode(formats.Q5_1, layer.v.to_numpy(stream)[: 3 * layer.v_tok_bytes])
+    got = got.reshape(3, 128)
+    assert np.isnan(got[1, 64:96]).all() and np.isfinite(got).sum() == 3 * 128 - 32
+    layer.close()
+
+
+def test_captured_steps_equal_eager_ones(device, stream):
+    rng = np.random.default_rng(4)
+    eager, captured = (KvLayer.allocate(device, 30, 2, HEAD) for _ in range(2))
+    pairs = [Pair(device, stream, rng, 2, eager) for _ in range(14)]
+    slot = Pair(device, stream, rng, 2, captured)
+    step(captured, stream, slot)
+    captured.set_len(stream, 0)
+    with stream.capture("step") as graph:
+        step(captured, stream, slot)
+    exec_ = graph.instantiate()
+    assert captured.len == 0 == captured.len_d.to_numpy(stream)[0], "a capture moves nothing"
+    for i, pair in enumerate(pairs):
+        step(eager, stream, pair)
+        for name in ("k", "v", "q"):
+            getattr(slot, name).copy_from(stream, getattr(pair, name))
+        exec_.launch(stream)
+        if i == 9:
+            for layer in (eager, captured):
+                layer.set_len(stream, 11)
+        assert captured.len == eager.len == captured.len_d.to_numpy(stream)[0]
+        got, want = slot.out.to_numpy(stream), pair.out.to_numpy(stream)
+        assert np.isfinite(want).all() and got.tobytes() == want.tobytes()
+    assert plane_rows(eager, stream, "k", 0, 19) == plane_rows(captured, stream, "k", 0, 19)
+    captured.set_len(stream, 29)
+    with pytest.raises(CapacityExceeded):
+        exec_.launch(stream)
+    assert captured.len == 29 == captured.len_d.to_numpy(stream)[0]
+    report = exec_.describe()
+    assert report.memory_nodes == 0 and report.node_updates == 0
+    exec_.close()
+    eager.close()
+    captured.close()
+
+
+def test_workspace_does_not_grow_under_capture(device, stream):
+    layer = KvLayer.allocate(device, 300, 1, HEAD)
+    pair = Pair(device, stream, np.random.default_rng(0), 4, layer)
+    with pytest.raises(CaptureForbidden), stream.capture("grow"):
+        layer.attend(stream, pair.q, pair.out)
+    usable(device, stream, layer)
+    layer.close()
+
+
+def ring_and_flat(device, window=40, chunk=16, slack=32, max_ctx=4000):
+    from memra_lowlevel.cache import swa_ring_rows
+
+    rows = swa_ring_rows(window, max_ctx, chunk=chunk, slack=slack)
+    ring = KvRing(rows, window, slack=slack)
+    return (
+        KvLayer.allocate(device, max_ctx, 1, HEAD, window=window, ring=ring, name="ring"),
+        KvLayer.allocate(device, max_ctx, 1, HEAD, window=window, name="flat"),
+    )
+
+
+def test_ring_equals_flat_bit_for_bit(device, stream, scale):
+    """Random appends and rewinds; many rebases; outputs and rows equal to a flat plane's."""
+    rng = np.random.default_rng(5)
+    ring, flat = ring_and_flat(device, max_ctx=4000 * scale)
+    assert ring.k.n_bytes < 200 * ring.k_tok_bytes
+    counts = {"append": 0, "rebase": 0, "rewind": 0, "refused": 0, "rebase in draft": 0}
+    while flat.len < 3000 * scale:
+        base = ring.ring.base
+        n = int(rng.integers(1, 17))
+        if rng.random() < 0.3:
+            target = max(0, flat.len - int(rng.integers(1, 60)))
+            if ring.can_rewind_to(target):
+                ring.set_len(stream, target)
+                flat.set_len(stream, target)
+                counts["rewind"] += 1
+            else:
+                with pytest.raises(RewindRefused):
+                    ring.set_len(stream, target)
+                counts["refused"] += 1
+        pair = Pair(device, stream, rng, n, flat)
+        other = device.empty(pair.out.shape, np.float32, stream)
+        other.fill(stream, 0xFF)
+        retain = ring.ring.retain_from(ring.len)
+        write_row = ring.prepare_kv_append(stream, retain, n)
+        assert write_row == ring.len - ring.ring.base
+        assert ring.base_d.to_numpy(stream)[0] == ring.ring.base
+        counts["rebase"] += ring.ring.base > base
+        step(flat, stream, pair)
+        pair.out, keep = other, pair.out
+        step(ring, stream, pair)
+        want = keep.to_numpy(stream)
+        assert np.isfinite(want).all() and other.to_numpy(stream).tobytes() == want.tobytes()
+        counts["append"] += 1
+        if rng.random() < 0.4:  # a draft that is rejected, perhaps with a rebase in between
+            keep_len, base = ring.len, ring.ring.base
+            ring.prepare(stream, 8)
+            ring.append(stream, *(getattr(Pair(device, stream, rng, 8, ring), x) for x in "kv"))
+            ring.advance(stream, 8)
+            ring.set_len(stream, keep_len)
+            counts["rebase in draft"] += ring.ring.base > base
+    start = ring.ring.base
+    for side in "kv":
+        assert plane_rows(ring, stream, side, start, ring.len) == plane_rows(
+            flat, stream, side, start, flat.len
+        )
+    print(counts)
+    assert counts["rebase"] >= 3 and counts["rebase in draft"] >= 1
+    assert counts["rewind"] >= 20 and counts["refused"] >= 5
+    for layer in (ring, flat):
+        layer.close()
+
+
+def test_overlapping_rebase_is_a_copy(device, stream):
+    """Keep 600 rows from row 100 on: source and destination overlap by 500 rows."""
+    layer = KvLayer.allocate(
+        device, 5000, 1, HEAD, window=500, ring=KvRing(700, 500, slack=0), name="overlap"
+    )
+    rng = np.random.default_rng(6)
+    for plane in (layer.k, layer.v):
+        plane.copy_from(stream, rng.integers(0, 256, plane.n_bytes).astype(np.uint8))
+    before = {"k": layer.k.to_numpy(stream), "v": layer.v.to_numpy(stream)}
+    layer.set_len(stream, 700)
+    assert layer.prepare_kv_append(stream, 100, 100) == 600
+    for side, plane, tok in (("k", layer.k, layer.k_tok_bytes), ("v", layer.v, layer.v_tok_bytes)):
+        got = plane.to_numpy(stream)[: 600 * tok]
+        assert np.array_equal(got, before[side][100 * tok : 700 * tok])
+    assert layer.ring.base == 100 == layer.base_d.to_numpy(stream)[0] and layer.len == 700
+    layer.close()
+
+
+def test_ring_refusals(device, stream):
+    layer = KvLayer.allocate(
+        device, 5000, 1, HEAD, window=40, ring=KvRing(100, 40, slack=0), name="small"
+    )
+    rng = np.random.default_rng(7)
+    pair = Pair(device, stream, rng, 60, layer)
+    step(layer, stream, pair)
+    layer.prepare(stream, 40)
+    pair = Pair(device, stream, rng, 40, layer)
+    step(layer, stream, pair)
+    assert layer.len == 100 and layer.ring.base == 0
+    small = Pair(device, stream, rng, 1, layer)
+    with pytest.raises(RingLapped, match="prepare_kv_append"):
+        layer.append(stream, small.k, small.v)
+    with pytest.raises(CapacityExceeded, match="prepare_kv_append"):
+        layer.prepare_kv_append(stream, 0, 1)
+    with pytest.raises(RingLapped):
+        layer.prepare_kv_append(stream, 101, 1)
+    assert layer.ring.base == 0 == layer.base_d.to_numpy(stream)[0]
+    layer.prepare(stream, 1)
+    with pytest.raises(RingLapped):
+        layer.set_base(stream, 0)
+    with pytest.raises(RewindRefused) as info:
+        layer.set_len(stream, 0)
+    assert info.value.asked == 0 and 0 < info.value.possible <= 100
+    layer.set_base(stream, 0, reset=True)
+    layer.set_len(stream, 0)
+    assert layer.base_d.to_numpy(stream)[0] == 0
+    usable(device, stream, layer)
+    layer.close()
+
+
+def test_a_chain_on_a_ring_replays_across_rebases(device, stream, scale):
+    """Captured once; rebases are made between rounds; no node is updated; equal to eager."""
+    rng = np.random.default_rng(8)
+    ring, flat = ring_and_flat(device, window=64, chunk=8, slack=32, max_ctx=3000 * scale)
+    slot = Pair(device, stream, rng, 1, ring)
+    step(ring, stream, slot)
+    ring.set_len(stream, 0)
+    with stream.capture("ring step") as graph:
+        step(ring, stream, slot)
+    exec_ = graph.instantiate()
+    before = dict(device.driver.counts())
+    pairs = [Pair(device, stream, rng, 1, ring) for _ in range(64)]
+    rebases = rejections = refused = 0
+    while flat.len < 1500 * scale:
+        base = ring.ring.base
+        ring.prepare(stream, 4)
+        rebases += ring.ring.base > base
+        for _ in range(4):
+            pair = pairs[int(rng.integers(64))]
+            step(flat, stream, pair)
+            for name in ("k", "v", "q"):
+                getattr(slot, name).copy_from(stream, getattr(pair, name))
+            exec_.launch(stream)
+            assert slot.out.to_numpy(stream).tobytes() == pair.out.to_numpy(stream).tobytes()
+        drop = int(rng.integers(0, 4))
+        rejections += drop > 0
+        for layer in (ring, flat):
+            layer.set_len(stream, flat.len - drop if layer is ring else ring.len)
+        assert ring.len == flat.len == ring.len_d.to_numpy(stream)[0]
+        if ring.len - ring.ring.base > ring.rows - 1 and not refused:
+            with pytest.raises(RingLapped):
+                exec_.launch(stream)
+            refused += 1
+    counts = {k: n - before.get(k, 0) for k, n in device.driver.counts().items()}
+    print(f"rebases {rebases}, rounds with a rejection {rejections}")
+    assert rebases >= 3 and rejections >= 50
+    assert not any(n for k, n in counts.items() if "SetParams" in k or k == "cuGraphExecUpdate")
+    assert not counts.get("cuStreamBeginCapture") and not counts.get("cuGraphInstantiate")
+    exec_.close()
+    ring.close()
+    flat.close()
+
+
+def test_headroom_is_checked_at_launch(device, stream):
+    layer = KvLayer.allocate(
+        device, 500, 1, HEAD, window=8, ring=KvRing(48, 8, slack=0), name="tight"
+    )
+    slot = Pair(device, stream, np.random.default_rng(9), 1, layer)
+    step(layer, stream, slot)
+    with stream.capture("tight") as graph:
+        step(layer, stream, slot)
+    exec_ = graph.instantiate()
+    for _ in range(47):
+        exec_.launch(stream)
+    assert layer.len == 48
+    with pytest.raises(RingLapped):
+        exec_.launch(stream)
+    assert layer.len == 48 == layer.len_d.to_numpy(stream)[0]
+    layer.prepare(stream, 1)
+    exec_.launch(stream)
+    assert layer.len == 49 == layer.len_d.to_numpy(stream)[0]
+    exec_.close()
+    layer.close()
