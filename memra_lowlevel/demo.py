@@ -195,7 +195,7 @@ class _Demo:
     def _session(self, name: str, rows: int) -> Any:
         planes = self._planes(name, self.model.config.n_layers)
         workspace = self.model.workspace(rows)
-        return self.smollm2.Session(self.model, planes, list(planes.planes()), workspace)
+        return self.smollm2.Session(self.model, planes, workspace)
 
     def _drafter(self, prompt: Sequence[int]) -> DraftChain | NgramDrafter:
         config, stream, model = self.model.config, self.stream, self.model
