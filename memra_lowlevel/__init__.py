@@ -24,11 +24,11 @@ if TYPE_CHECKING:
         PreparedLaunch,
         Stream,
         census,
-        launch,
         launch_many,
         no_leaks,
         prepare,
     )
+    from .runtime.launch import launch
 
 __version__ = "0.1.0"
 

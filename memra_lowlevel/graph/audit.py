@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..driver.table import KernelNodeParams, MemcpyNodeParams, MemsetNodeParams, NodeType
-from ..runtime.memory import Storage
-from .executable import NodeParams, read_params
+from ..runtime.storage import Storage
 from .graph import Graph, Node, list_nodes
+from .update import NodeParams, read_params
 
 if TYPE_CHECKING:
     from .executable import GraphExec
@@ -147,7 +147,7 @@ def report(graph: Graph, executable: GraphExec | None = None) -> Report:
 
 
 def differences(one: Graph, other: Graph) -> list[Finding]:
-    """What two captures of the same work froze differently; shape differences first."""
+    """List what two captures of the same work froze differently; shape differences first."""
     a, b = one.describe(), other.describe()
     found = []
     if (a.nodes, a.kernels, a.edges) != (b.nodes, b.kernels, b.edges):

@@ -96,7 +96,7 @@ class Capture(Recording):
 
     # -- what the work does to counters ---------------------------------------------------------
     def effect_on(self, counter: DeviceCounter) -> Effect:
-        """The effect noted so far on a counter."""
+        """Give the effect noted so far on a counter."""
         found = self.effects.get(counter.serial)
         if found is None:
             found = self.effects[counter.serial] = Effect(counter)
@@ -104,28 +104,28 @@ class Capture(Recording):
         return found
 
     def note_need(self, counter: DeviceCounter, n: int) -> None:
-        """The recorded work touches ``n`` rows from the counter on."""
+        """Note that the work touches ``n`` rows from the counter on."""
         self.effect_on(counter).note_need(n)
 
     def note_advance(
         self, counter: DeviceCounter, n: int, need: int | None = None, *, at_most: int | None = None
     ) -> None:
-        """The recorded work moves the counter by ``n``, or by ``n … at_most`` as a kernel decides.
+        """Note that the work moves the counter by ``n``, or by ``n … at_most`` as a kernel decides.
 
         ``need`` rows from the counter on must have room; by default as many as it moves.
         """
         self.effect_on(counter).note_advance(n, n if at_most is None else at_most, need)
 
     def note_set(self, counter: DeviceCounter, value: int) -> None:
-        """The recorded work sets the counter."""
+        """Note that the work sets the counter."""
         self.effect_on(counter).note_set(value)
 
     def note_unbounded(self, counter: DeviceCounter) -> None:
-        """The recorded work moves the counter by an amount of which the host knows no bound."""
+        """Note that the work moves the counter by an amount without a known bound."""
         self.effect_on(counter).note_unbounded()
 
     def note_effects(self, effects: dict[int, Effect]) -> None:
-        """The recorded work launches another graph with these effects."""
+        """Note that the work launches another graph, with these effects."""
         for effect in effects.values():
             self.effect_on(effect.counter).then(effect)
 
@@ -182,6 +182,6 @@ class Capture(Recording):
 
 
 def capture_of(stream: Stream) -> Capture | None:
-    """The capture that ``stream`` takes part in, if any."""
+    """Give the capture that ``stream`` takes part in, if any."""
     recording: Any = stream.recording
     return recording if isinstance(recording, Capture) else None

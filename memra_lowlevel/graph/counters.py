@@ -17,8 +17,9 @@ from ..errors import ArgumentError, CapacityExceeded, CounterUnknown, MemraError
 from ..runtime.device import Device
 from ..runtime.launch import LaunchConfig, launch
 from ..runtime.lifetime import capturing
-from ..runtime.memory import Buffer, PinnedBuffer, note_use
+from ..runtime.memory import Buffer, PinnedBuffer
 from ..runtime.recording import forbid
+from ..runtime.storage import note_use
 from .capture import capture_of
 from .effects import Effect, new_mirror
 
@@ -33,16 +34,17 @@ _I32_MAX = 2**31 - 1
 
 
 class DeviceCounter:
-    """One i32 on the device, its host mirror, and the rule who may write it.
+    """An i32 on the device, its host mirror, and the rule who may write it.
 
-    Only this object and work announced to it (:meth:`moved`, or a capture's ``note_*``) write the
-    counter. Passed to a kernel it stands for its buffer.
+    Only this object and work announced to it (:meth:`advance_recorded`, ``note_*``) write the
+    counter. Passed to a kernel it stands for its buffer. Several words that always move together,
+    such as the lengths of all planes of a cache, may be one counter.
 
     Parameters
     ----------
     place : Buffer or Device
-        An i32[1] view that is zero, usually of a block that holds all counters of a cache; or a
-        device, to allocate one (then ``stream`` is needed).
+        An i32[n] view of words that are zero and move together; or a device, to allocate one
+        word (then ``stream`` is needed).
     name : str
     capacity : int, optional
         Largest value; room is checked against it before each launch.
@@ -72,14 +74,14 @@ class DeviceCounter:
         if isinstance(place, Device):
             if stream is None:
                 raise ArgumentError(
-                    f"counter {name!r}: give stream= with a device, or a zeroed i32[1] view.",
+                    f"counter {name!r}: give stream= with a device, or a zeroed i32 view.",
                     name=name, expected="a stream", got="None",
                 )  # fmt: skip
             place = place.zeros(1, np.int32, stream, name=name)
-        if place.dtype != np.int32 or place.size != 1:
+        if place.dtype != np.int32 or place.size < 1:
             raise ArgumentError(
-                f"counter {name!r}: it needs an i32[1] view, not {place!r}.",
-                name=name, expected="int32[1]", got=f"{place.dtype}{list(place.shape)}",
+                f"counter {name!r}: it needs an i32 view, not {place!r}.",
+                name=name, expected="int32[n]", got=f"{place.dtype}{list(place.shape)}",
             )  # fmt: skip
         self.buffer = place
         if not capturing():
@@ -131,27 +133,25 @@ class DeviceCounter:
                 f"counter {self.name!r}: {value} does not lie in 0 … {top}. Nothing was written."
             )
         self.buffer._ready(stream)
-        stream.context.driver.cuMemsetD32Async(self.buffer.ptr, value, 1, stream.handle)
+        stream.context.driver.cuMemsetD32Async(
+            self.buffer.ptr, value, self.buffer.size, stream.handle
+        )
         note_use(stream, self.buffer.storage)
-        capture = capture_of(stream)
-        if capture is not None:
-            capture.note_set(self, value)
-            return
-        effect = Effect(self)
-        effect.note_set(value)
-        effect.apply()
+        self.note_set(value, stream)
 
     def advance(self, stream: Stream, n: int = 1) -> None:
         """Add ``n`` on the device, and to the mirror; under capture, for each launch."""
-        self.need(stream, n)
+        self.note_need(stream, max(0, n))
         kernel = counter_kernel(self.buffer.device, "add_counters")
         if n < 0:
             self._check_lower(stream, n)
-        launch(stream, _ONE, kernel, self.buffer, None, 1, n)
-        self.moved(stream, n)
+        size = self.buffer.size
+        config = _ONE if size <= 32 else LaunchConfig(-(-size // 128), 128)
+        launch(stream, config, kernel, self.buffer, None, size, n)
+        self.advance_recorded(stream, n)
 
-    def need(self, stream: Stream, n: int) -> None:
-        """Rows ``[value, value + n)`` are about to be written: refuse if there is no room.
+    def note_need(self, stream: Stream, n: int) -> None:
+        """Refuse unless rows ``[value, value + n)``, about to be written, have room.
 
         Under capture the need is recorded and checked before each launch.
         """
@@ -163,10 +163,11 @@ class DeviceCounter:
         effect.note_need(n)
         effect.check()
 
-    def moved(self, stream: Stream, n: int, at_most: int | None = None) -> None:
-        """Work on ``stream`` that was just issued adds ``n`` (or ``n … at_most``).
+    def advance_recorded(self, stream: Stream, n: int, at_most: int | None = None) -> None:
+        """Book that work just issued on ``stream`` adds ``n`` (or ``n … at_most``).
 
-        For kernels that move counters themselves, such as one that advances a whole cache.
+        For kernels that move counters themselves, such as one that advances a whole cache. Moves
+        the mirror; under capture, the mirror moves at each launch instead.
         """
         capture = capture_of(stream)
         if capture is not None:
@@ -176,26 +177,27 @@ class DeviceCounter:
         effect.note_advance(n, n if at_most is None else at_most, 0)
         effect.apply()
 
-    def moved_unbounded(self, stream: Stream) -> None:
-        """Work on ``stream`` moves the counter by an amount that only the device knows."""
+    def note_set(self, value: int, stream: Stream | None = None) -> None:
+        """Book that work just issued on ``stream`` writes ``value``.
+
+        Without a stream the write must not have been captured; the mirror is set at once.
+        """
+        capture = None if stream is None else capture_of(stream)
+        if capture is not None:
+            capture.note_set(self, value)
+            return
+        effect = Effect(self)
+        effect.note_set(value)
+        effect.apply()
+
+    def note_unbounded(self, stream: Stream) -> None:
+        """Book that work on ``stream`` moves the counter by what only the device knows."""
         capture = capture_of(stream)
         if capture is not None:
             capture.note_unbounded(self)
             return
         effect = Effect(self)
         effect.note_unbounded()
-        effect.apply()
-
-    def advance_recorded(self, n: int) -> None:
-        """Move the mirror alone, for device work that was announced in another way."""
-        effect = Effect(self)
-        effect.note_advance(n, n, 0)
-        effect.apply()
-
-    def was_set(self, value: int) -> None:
-        """Set the mirror alone: the device value was written by work issued already."""
-        effect = Effect(self)
-        effect.note_set(value)
         effect.apply()
 
     # -- reading back -----------------------------------------------------------------------------
@@ -237,8 +239,10 @@ def counter_kernel(device: Device, name: str) -> Kernel:
 
 def sync_counters(stream: Stream, counters: Iterable[DeviceCounter]) -> None:
     """Read counters back after all work on ``stream`` and set their mirrors; blocks."""
-    for counter, value in _read(stream, counters):
-        counter.was_set(value)
+    for counter, words in _read(stream, counters):
+        if len(set(words)) != 1:
+            raise _differ([f"{counter.name!r} holds {words}, which should be equal"])
+        counter.note_set(words[0])
 
 
 def verify_counters(stream: Stream, counters: Iterable[DeviceCounter]) -> None:
@@ -250,26 +254,36 @@ def verify_counters(stream: Stream, counters: Iterable[DeviceCounter]) -> None:
         Naming each counter whose device value lies outside its mirror: somebody else wrote it.
     """
     wrong = []
-    for counter, value in _read(stream, counters):
+    for counter, words in _read(stream, counters):
         low, high = counter.bounds
-        if value < low or (high is not None and value > high):
-            wrong.append(f"{counter.name!r} is {value}, its mirror says {counter!r}")
+        if len(set(words)) != 1 or words[0] < low or (high is not None and words[0] > high):
+            wrong.append(f"{counter.name!r} holds {words}, its mirror is {counter!r}")
     if wrong:
-        raise MemraError(
-            "counters and mirrors differ: " + "; ".join(wrong) + ". Something wrote a counter "
-            "without telling it; use DeviceCounter.set, advance or moved."
-        )
+        raise _differ(wrong)
 
 
-def _read(stream: Stream, counters: Iterable[DeviceCounter]) -> list[tuple[DeviceCounter, int]]:
+def _differ(wrong: list[str]) -> MemraError:
+    return MemraError(
+        "counters and mirrors differ: " + "; ".join(wrong) + ". Something wrote a counter without "
+        "telling it; use DeviceCounter.set, advance or advance_recorded."
+    )
+
+
+def _read(
+    stream: Stream, counters: Iterable[DeviceCounter]
+) -> list[tuple[DeviceCounter, list[int]]]:
     counters = list(counters)
     forbid("cuStreamSynchronize", stream=stream, what="reading counters back")
     if not counters:
         return []
-    landing: PinnedBuffer = stream.device.pinned(len(counters), np.int32, name="counters")
-    for i, counter in enumerate(counters):
-        counter.buffer.copy_to(stream, landing.view(4 * i, (1,), np.int32))
+    sizes = [c.buffer.size for c in counters]
+    landing: PinnedBuffer = stream.device.pinned(sum(sizes), np.int32, name="counters")
+    at = 0
+    for counter, size in zip(counters, sizes, strict=True):
+        counter.buffer.copy_to(stream, landing.view(4 * at, counter.buffer.shape, np.int32))
+        at += size
     stream.sync()
-    values = [int(v) for v in landing.array]
+    words = [int(v) for v in landing.array]
     landing.close()
-    return list(zip(counters, values, strict=True))
+    parts = np.cumsum([0, *sizes])
+    return [(c, words[parts[i] : parts[i + 1]]) for i, c in enumerate(counters)]

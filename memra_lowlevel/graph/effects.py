@@ -86,7 +86,7 @@ class Effect:
         return self.add_lower if self.known and not self.has_set else None
 
     def note_need(self, n: int) -> None:
-        """Rows ``[value, value + n)`` are touched at this point of the work."""
+        """Note that rows ``[value, value + n)`` are touched at this point of the work."""
         if not self.has_set:
             self.need = max(self.need, self.add_upper + n)
             return
@@ -95,7 +95,7 @@ class Effect:
             raise _no_room(self.counter, self.set_to + self.add_upper, n, capacity)
 
     def note_advance(self, lower: int, upper: int, need: int | None = None) -> None:
-        """The counter moves by an amount in ``[lower, upper]``; ``need`` rows must have room."""
+        """Note a move by an amount in ``[lower, upper]``; ``need`` rows must have room."""
         self.note_need(upper if need is None else need)
         self.add_lower += lower
         self.add_upper += upper
@@ -104,13 +104,13 @@ class Effect:
             self.low = min(self.low, self.add_lower)
 
     def note_set(self, value: int) -> None:
-        """The counter is set to ``value``."""
+        """Note that the counter is set to ``value``."""
         self.has_set, self.set_to = True, value
         self.add_lower = self.add_upper = 0
         self.known = self.bounded = True
 
     def note_unbounded(self) -> None:
-        """The device decides, and the host knows no bound."""
+        """Note that the device decides and the host knows no bound."""
         self.known = self.bounded = False
 
     def then(self, other: Effect) -> None:
@@ -141,8 +141,8 @@ class Effect:
                 raise _no_room(self.counter, int(c.upper), self.need, int(c.capacity))
         if c.lower + self.low < 0:
             raise CapacityExceeded(
-                f"counter {self.counter.name!r}: at {c.lower}, the work takes it {-self.low} lower, "
-                "below zero. Nothing was launched."
+                f"counter {self.counter.name!r}: at {c.lower}, the work takes it {-self.low} "
+                "lower, below zero. Nothing was launched."
             )
 
     def apply(self) -> None:

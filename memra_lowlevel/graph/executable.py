@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .. import native
-from ..driver.table import KernelNodeParams, MemcpyNodeParams, MemsetNodeParams, NodeType
+from ..driver.table import KernelNodeParams, MemcpyNodeParams
 from ..driver.trace import caller
-from ..errors import ArgumentError, DriverError, LaunchLimit, UpdateRefused
-from ..runtime.launch import LaunchConfig, Launcher, _driver_error, check_limits
+from ..errors import ArgumentError, DriverError, UpdateRefused
+from ..runtime.launch import driver_error
 from ..runtime.lifetime import Owned
-from ..runtime.memory import Storage
 from ..runtime.recording import Keeps
+from ..runtime.storage import Storage
 from .capture import capture_of
-from .graph import Graph, Node, copy_params, memset_params
+from .graph import Graph, Node
+from .update import FIELDS, NodeParams, new_copy, new_kernel, new_memset, read_params, refused
 
 if TYPE_CHECKING:
     from ..runtime.device import Device
@@ -23,13 +23,6 @@ if TYPE_CHECKING:
     from .effects import Effect
 
 __all__ = ["GraphExec"]
-
-NodeParams = KernelNodeParams | MemcpyNodeParams | MemsetNodeParams
-_FIELDS = {
-    NodeType.KERNEL: ("args", "grid", "block", "shared_bytes"),
-    NodeType.MEMCPY: ("dst", "src"),
-    NodeType.MEMSET: ("dst", "value"),
-}
 
 
 class GraphExec(Owned):
@@ -114,7 +107,7 @@ class GraphExec(Owned):
             if code == 0:
                 return
             if code > 0:
-                raise _driver_error(self.context, code, "cuGraphLaunch", stream, None)
+                raise driver_error(self.context, code, "cuGraphLaunch", stream, None)
         self._launch_checked(stream)
 
     def upload(self, stream: Stream) -> None:
@@ -125,13 +118,13 @@ class GraphExec(Owned):
 
     # -- what it is -------------------------------------------------------------------------------
     def describe(self) -> Report:
-        """What the graph consists of, what it froze, and what it was used for."""
+        """Tell what the graph consists of, what it froze, and what it was used for."""
         from .audit import report
 
         return report(self.graph, self)
 
     def audit(self) -> list[Finding]:
-        """What is doubtful about the graph; empty if nothing is."""
+        """List what is doubtful about the graph."""
         return list(self.describe().findings)
 
     def params(self, which: Node | int | str) -> NodeParams:
@@ -163,19 +156,19 @@ class GraphExec(Owned):
         """
         self._check_open()
         node = self._node(which)
-        allowed = _FIELDS.get(node.kind, ())
+        allowed = FIELDS.get(node.kind, ())
         for name in fields:
             if name not in allowed:
                 has = ", ".join(allowed) or "nothing"
-                raise _refused(node, name, f"a {node.kind.name.lower()} node can change {has}")
+                raise refused(node, name, f"a {node.kind.name.lower()} node can change {has}")
         old = self.params(node)
         operands: list[Storage] = []
         if isinstance(old, KernelNodeParams):
-            new: NodeParams = self._new_kernel(node, old, fields, operands)
+            new: NodeParams = new_kernel(self, node, old, fields, operands)
         elif isinstance(old, MemcpyNodeParams):
-            new = self._new_copy(node, old, fields, operands)
+            new = new_copy(self, node, old, fields, operands)
         else:
-            new = self._new_memset(node, old, fields, operands)
+            new = new_memset(self, node, old, fields, operands)
         for operand in operands:
             self.keeps.add(operand)
         self._set(node, new)
@@ -219,7 +212,7 @@ class GraphExec(Owned):
         self._params = {
             a.index: read_params(graph, b)
             for a, b in zip(mine, nodes, strict=False)
-            if b.kind in _FIELDS
+            if b.kind in FIELDS
         }
         self.effects, self.checks = list(graph.effects.values()), list(graph.checks)
         self._load_effects()
@@ -309,112 +302,4 @@ class GraphExec(Owned):
             else:
                 driver.cuGraphExecMemsetNodeSetParams(self.handle, node.handle, new, ctx)
         except DriverError as error:
-            raise _refused(node, "parameters", f"the driver says {error.result}") from error
-
-    def _new_kernel(
-        self,
-        node: Node,
-        old: KernelNodeParams,
-        fields: Mapping[str, Any],
-        operands: list[Storage],
-    ) -> KernelNodeParams:
-        kernel = self.keeps.kernels.get(old.func)
-        if kernel is None:
-            raise _refused(node, "args", "its kernel was not launched through this library")
-        launcher = Launcher.of(self.context, kernel)
-        values = list(old.params)
-        for which, value in dict(fields.get("args", {})).items():
-            try:
-                index = launcher.encoder.index(which)
-                values[index], storage = launcher.encoder.pack_one(index, value, self.context)
-            except ArgumentError as error:
-                raise _refused(node, f"args[{which!r}]", str(error)) from error
-            if storage is not None:
-                operands.append(storage)
-        grid = fields.get("grid", old.grid)
-        block = fields.get("block", old.block)
-        shared = fields.get("shared_bytes", old.shared_bytes)
-        try:
-            config = LaunchConfig(grid, block, shared)
-            check_limits(launcher, config)
-        except (LaunchLimit, ArgumentError) as error:
-            what = getattr(error, "what", "") or getattr(error, "name", "")
-            raise _refused(node, what.partition(".")[0] or "grid", str(error)) from error
-        site = launcher.site(config)
-        return KernelNodeParams(
-            old.func, site.grid, site.block, shared, tuple(values), old.programmatic
-        )
-
-    def _new_copy(
-        self,
-        node: Node,
-        old: MemcpyNodeParams,
-        fields: Mapping[str, Any],
-        operands: list[Storage],
-    ) -> MemcpyNodeParams:
-        new = {"dst": old.dst, "src": old.src}
-        for name, memory in fields.items():
-            try:
-                copy_params(self.context, memory, memory)
-            except (ArgumentError, AttributeError) as error:
-                raise _refused(node, name, str(error)) from error
-            if memory.n_bytes != old.n_bytes:
-                reason = f"{memory!r} has {memory.n_bytes} bytes, the node copies {old.n_bytes}"
-                raise _refused(node, name, reason)
-            pinned = memory.storage.space == "pinned"
-            side = {"htod": "src", "dtoh": "dst"}.get(old.kind, "")
-            if old.kind != "unknown" and pinned != (side == name):
-                reason = "a copy node cannot change between device and host memory"
-                raise _refused(node, name, reason)
-            new[name] = memory.ptr
-            operands.append(memory.storage)
-        return MemcpyNodeParams(new["dst"], new["src"], old.n_bytes, old.kind)
-
-    def _new_memset(
-        self,
-        node: Node,
-        old: MemsetNodeParams,
-        fields: Mapping[str, Any],
-        operands: list[Storage],
-    ) -> MemsetNodeParams:
-        dst, value, width = old.dst, fields.get("value", old.value), old.element_bytes
-        if "dst" in fields:
-            memory = fields["dst"]
-            try:
-                fresh = memset_params(self.context, memory, 0)
-            except (ArgumentError, AttributeError) as error:
-                raise _refused(node, "dst", str(error)) from error
-            if (fresh.element_bytes, fresh.n_elements) != (width, old.n_elements):
-                reason = f"{memory!r} is not {old.n_elements} elements of {width} byte(s)"
-                raise _refused(node, "dst", reason)
-            dst = memory.ptr
-            operands.append(memory.storage)
-        if not isinstance(value, int) or not -(1 << (8 * width - 1)) <= value < 1 << (8 * width):
-            raise _refused(node, "value", f"{value!r} does not fit in {width} byte(s)")
-        mask = (1 << (8 * width)) - 1
-        return MemsetNodeParams(dst, value & mask, width, old.n_elements)
-
-
-def read_params(graph: Graph, node: Node, kernels: Mapping[int, Any] | None = None) -> NodeParams:
-    """Parameters of a node as the driver has them."""
-    driver = graph.context.driver
-    if node.kind is NodeType.KERNEL:
-        known = graph.keeps.kernels if kernels is None else kernels
-        kernel = next((k for k in known.values() if k.name == node.name.rpartition("#")[0]), None)
-        sizes = None if kernel is None else [p.size for p in kernel.params]
-        return driver.cuGraphKernelNodeGetParams(node.handle, sizes)
-    if node.kind is NodeType.MEMCPY:
-        return driver.cuGraphMemcpyNodeGetParams(node.handle)
-    if node.kind is NodeType.MEMSET:
-        return driver.cuGraphMemsetNodeGetParams(node.handle)
-    raise _refused(node, "parameters", f"a {node.kind.name.lower()} node has none")
-
-
-def _refused(node: Node, field: str, reason: str) -> UpdateRefused:
-    return UpdateRefused(
-        f"update of node {node.name}, field {field}: {reason} (from {caller()}). "
-        "The executable is unchanged.",
-        node=node.name,
-        field=field,
-        reason=reason,
-    )
+            raise refused(node, "parameters", f"the driver says {error.result}") from error

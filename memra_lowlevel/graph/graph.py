@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..driver.table import KernelNodeParams, MemcpyNodeParams, MemsetNodeParams, NodeType
 from ..driver.trace import caller
 from ..errors import ArgumentError, CaptureError, CaptureForbidden, ClosedError
-from ..runtime.launch import ConfigLike, Launcher
+from ..runtime.config import ConfigLike
+from ..runtime.launch import Launcher
 from ..runtime.lifetime import Owned
 from ..runtime.memory import Buffer, PinnedBuffer
 from ..runtime.recording import Keeps
@@ -141,7 +142,7 @@ class Graph:
         return sorted((at[a], at[b]) for a, b in self.context.driver.cuGraphGetEdges(self.handle))
 
     def node(self, which: Node | int | str) -> Node:
-        """A node by index or name."""
+        """Find a node by index or name."""
         nodes = self.nodes()
         if isinstance(which, Node):
             if which.index < len(nodes) and nodes[which.index].handle == which.handle:
@@ -232,23 +233,23 @@ class Graph:
         return GraphExec(self)
 
     def describe(self) -> Report:
-        """What the graph consists of and what it froze."""
+        """Tell what the graph consists of and what it froze."""
         from .audit import report
 
         return report(self)
 
     def audit(self) -> list[Finding]:
-        """What is doubtful about the graph; empty if nothing is."""
+        """List what is doubtful about the graph."""
         return list(self.describe().findings)
 
     def audit_against(self, other: Graph) -> list[Finding]:
-        """Scalars and pointers that two captures of the same work froze differently."""
+        """List scalars and pointers that two captures of the same work froze differently."""
         from .audit import differences
 
         return differences(self, other)
 
     def dot(self) -> str:
-        """The graph in DOT, with kernel names and frozen scalars."""
+        """Draw the graph in DOT, with kernel names and frozen scalars."""
         from .view import dot
 
         return dot(self)
@@ -332,7 +333,7 @@ def list_nodes(context: Context, handle: int, kernels: dict[int, Any]) -> list[N
 def copy_params(
     context: Context, dst: Buffer | PinnedBuffer, src: Buffer | PinnedBuffer
 ) -> MemcpyNodeParams:
-    """Checked parameters of a copy node."""
+    """Check and make the parameters of a copy node."""
     for memory in (dst, src):
         memory._check_open()
         foreign = memory.storage.context is not context
@@ -357,7 +358,7 @@ def copy_params(
 
 
 def memset_params(context: Context, dst: Buffer, value: int) -> MemsetNodeParams:
-    """Checked parameters of a memset node."""
+    """Check and make the parameters of a memset node."""
     dst._check_open()
     width = dst.dtype.itemsize
     if dst.storage.context is not context or width not in (1, 2, 4) or not dst.n_bytes:

@@ -15,7 +15,7 @@ _SHAPES = {"kernel": "box", "memcpy": "cds", "memset": "note", "graph": "folder"
 
 
 def dot(graph: Graph) -> str:
-    """The graph as DOT text; a child graph is one node."""
+    """Draw the graph as DOT text; a child graph is one node."""
     census = report(graph)
     scalars: dict[str, list[str]] = {}
     for frozen in census.scalars:

@@ -104,7 +104,7 @@ class Gate:
         return int(self.cell.n_refused)
 
     def entries(self) -> Iterable[Any]:
-        """The ring as trace entries, oldest first."""
+        """Give the ring as trace entries, oldest first."""
         if self.cell.closed:
             return
         raw0, ns0 = self._origin
@@ -124,7 +124,7 @@ class Gate:
         self.cell.closed = 1
 
 
-def StreamCell(gate: Gate, handle: int) -> Any:  # noqa: N802  (stands for a C structure)
+def StreamCell(gate: Gate, handle: int) -> Any:
     """Record of a stream for the compiled path."""
     cell = ffi.new("mll_stream *")
     cell.handle, cell.device = ffi.cast("void *", handle), gate.cell

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from cffi import FFI
 
@@ -14,13 +15,13 @@ HERE = Path(__file__).resolve().parent
 
 
 def declarations() -> str:
-    """The header without preprocessor lines and comments, which is what cffi reads."""
+    """Give the header without preprocessor lines and comments, which is what cffi reads."""
     text = (HERE / "launch_path.h").read_text()
     text = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
     return "\n".join(line for line in text.splitlines() if not line.startswith("#"))
 
 
-ffibuilder = FFI()
+ffibuilder: Any = FFI()  # type: ignore[no-untyped-call]
 ffibuilder.cdef(declarations())
 ffibuilder.set_source(
     "memra_lowlevel.native._launch",

@@ -6,9 +6,10 @@ raised before the driver is asked.
 
 from .arena import Arena
 from .arguments import Operand
+from .config import LaunchConfig, occupancy
 from .device import Device
 from .event import Event
-from .launch import LaunchConfig, PreparedLaunch, launch, launch_many, occupancy, prepare
+from .launch import PreparedLaunch, launch, launch_many, prepare
 from .lifetime import Leak, census, no_leaks
 from .memory import Buffer, PinnedBuffer
 from .stream import Stream

@@ -14,8 +14,10 @@ import numpy.typing as npt
 
 from ..driver.trace import caller
 from ..errors import ArgumentError, ClosedError, OutOfMemory
-from .memory import Buffer, Shape, Storage, _with_retry, normal_shape
+from .memory import Buffer
+from .pool import with_retry
 from .recording import forbid
+from .storage import Shape, Storage, normal_shape
 
 if TYPE_CHECKING:
     from .context import Context
@@ -49,7 +51,7 @@ class Arena:
         context.reap()
         context.activate()
         driver = context.driver
-        ptr = _with_retry(context, lambda: driver.cuMemAlloc(n_bytes), n_bytes, name)
+        ptr = with_retry(context, lambda: driver.cuMemAlloc(n_bytes), n_bytes, name)
         # cuMemFree waits for the device, so no order with streams is needed.
         self._storage = Storage(
             context, ptr, n_bytes, "arena", name, lambda streams: driver.cuMemFree(ptr)
@@ -157,4 +159,5 @@ class Arena:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Arena {self.name!r} {self.used_bytes}/{self.n_bytes} bytes on {self._storage.context}>"
+        used = f"{self.used_bytes} of {self.n_bytes} bytes"
+        return f"<Arena {self.name!r} {used} on {self._storage.context}>"

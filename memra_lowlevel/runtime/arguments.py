@@ -16,7 +16,8 @@ import numpy as np
 
 from ..driver.trace import caller
 from ..errors import ArgumentError
-from .memory import Buffer, PinnedBuffer, Storage, _Memory
+from .memory import Buffer, PinnedBuffer
+from .storage import MemoryView, Storage
 
 if TYPE_CHECKING:
     from ..compile import Kernel, Param
@@ -119,7 +120,7 @@ class Encoder:
         )  # fmt: skip
 
     def split(self, block: bytes) -> tuple[bytes, ...]:
-        """The bytes of each parameter of a block."""
+        """Cut a block into the bytes of each parameter."""
         return tuple(block[p.offset : p.offset + p.size] for p in self.params)
 
     def decode(self, index: int, raw: bytes) -> Any:
@@ -164,7 +165,7 @@ def _pointer(kernel: str, index: int, p: Param) -> tuple[str, Convert]:
     expected = f"a Buffer of {p.dtype or 'any dtype'}" + (" or None" if p.nullable else "")
 
     def convert(arg: Any, context: Context) -> Any:
-        if type(arg) is not Buffer and not isinstance(arg, _Memory):
+        if type(arg) is not Buffer and not isinstance(arg, MemoryView):
             if arg is None:
                 if p.nullable:
                     return 0

@@ -24,7 +24,7 @@ from . import lifetime
 if TYPE_CHECKING:
     from .device import Device
     from .launch import Launcher
-    from .memory import Storage
+    from .storage import Storage
     from .stream import Stream
 
 __all__ = ["Context", "Limits", "acquire"]
@@ -97,7 +97,9 @@ class Context:
         self._view: Device | None = None
         self.trace_lines = False
 
-        attr = lambda a: driver.cuDeviceGetAttribute(a, self.device_handle)  # noqa: E731
+        def attr(a: A) -> int:
+            return driver.cuDeviceGetAttribute(a, self.device_handle)
+
         self.total_bytes = driver.cuDeviceTotalMem(self.device_handle)
         self.device_name = driver.cuDeviceGetName(self.device_handle)
         if driver.kind == "host":
@@ -219,7 +221,7 @@ class Context:
                     self._pending.append((events, action))
 
     def _tails(self, streams: Iterable[Stream]) -> list[int]:
-        """Handles whose present work covers all work on ``streams``, closed ones included."""
+        """Give handles whose present work covers all work on ``streams``, closed ones included."""
         handles, closed = [], False
         for stream in list(streams):
             if stream.context is self:
@@ -232,7 +234,7 @@ class Context:
         return handles
 
     def keeper(self) -> int:
-        """Internal stream on which the work of closed streams ends; frees are ordered on it."""
+        """Give the internal stream on which closed streams end; frees are ordered on it."""
         if not self._keeper:
             self._keeper = self.driver.cuStreamCreateWithPriority(_NON_BLOCKING, 0)
             self.driver.name_handle(self._keeper, f"{self} housekeeping")

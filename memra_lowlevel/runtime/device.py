@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import driver as drivers
 from ..errors import ArgumentError, ClosedError, DriverNotFound
-from . import lifetime, memory
+from . import lifetime, pool
 from .arena import Arena
 from .context import Context, Limits, acquire
 from .event import Event
-from .memory import Buffer, PinnedBuffer, Shape
+from .memory import Buffer, PinnedBuffer
 from .recording import forbid
+from .storage import Shape, normal_shape
 from .stream import Stream
 
 if TYPE_CHECKING:
@@ -45,10 +46,7 @@ class Device:
 
     def __init__(self, spec: str | Device | None = None, *, trace: str = "plans") -> None:
         kind, ordinal = _parse(spec)
-        if spec is None:
-            driver = _default_driver()
-        else:
-            driver = drivers.get(kind)
+        driver = _default_driver() if spec is None else drivers.get(kind)
         if driver.kind == "cuda":
             driver.cuInit()
         n_devices = driver.cuDeviceGetCount()
@@ -156,13 +154,13 @@ class Device:
         return Event(self.context, timing=timing, name=name)
 
     def alloc(self, n_bytes: int, stream: Stream, name: str = "buffer") -> Buffer:
-        """``n_bytes`` of uninitialised memory as uint8, ordered on ``stream``."""
+        """Allocate ``n_bytes`` of uninitialised memory as uint8, ordered on ``stream``."""
         return self.empty(n_bytes, np.uint8, stream, name)
 
     def empty(
         self, shape: Shape, dtype: npt.DTypeLike, stream: Stream, name: str = "buffer"
     ) -> Buffer:
-        """Uninitialised memory from the pool, usable by work on ``stream`` from now on.
+        """Allocate uninitialised memory from the pool, usable by work on ``stream`` from now on.
 
         Raises
         ------
@@ -171,14 +169,14 @@ class Device:
         OutOfMemory
         """
         self._check_open()
-        dims = memory.normal_shape(shape)
+        dims = normal_shape(shape)
         n_bytes = math.prod(dims) * np.dtype(dtype).itemsize
-        return memory.allocate(self.context, n_bytes, stream, dims, dtype, name)
+        return pool.allocate(self.context, n_bytes, stream, dims, dtype, name)
 
     def zeros(
         self, shape: Shape, dtype: npt.DTypeLike, stream: Stream, name: str = "buffer"
     ) -> Buffer:
-        """Memory whose bytes are zero once ``stream`` gets there."""
+        """Allocate memory whose bytes are zero once ``stream`` gets there."""
         buffer = self.empty(shape, dtype, stream, name)
         buffer.fill(stream, 0)
         return buffer
@@ -186,23 +184,23 @@ class Device:
     def from_numpy(
         self, array: np.ndarray[Any, Any], stream: Stream, name: str = "buffer"
     ) -> Buffer:
-        """A copy of ``array`` on the device; the array may be changed at once afterwards."""
+        """Copy ``array`` to the device; the array may be changed at once afterwards."""
         buffer = self.empty(array.shape, array.dtype, stream, name)
         buffer.copy_from(stream, array)
         return buffer
 
     def pinned(self, shape: Shape, dtype: npt.DTypeLike, name: str = "pinned") -> PinnedBuffer:
-        """Page-locked host memory for asynchronous and captured copies."""
+        """Allocate page-locked host memory for asynchronous and captured copies."""
         self._check_open()
-        return memory.pinned(self.context, shape, dtype, name)
+        return pool.pinned(self.context, shape, dtype, name)
 
     def arena(self, n_bytes: int, name: str = "arena") -> Arena:
-        """A block of device memory with fixed addresses for captured work."""
+        """Make a block of device memory with fixed addresses for captured work."""
         self._check_open()
         return Arena(self.context, n_bytes, name=name)
 
     def wrap(self, foreign: Any, stream: Stream, name: str = "foreign") -> Buffer:
-        """A Buffer over memory of another library, without a copy.
+        """Make a Buffer over memory of another library, without a copy.
 
         ``foreign`` has ``__dlpack__`` or ``__cuda_array_interface__``; see
         :mod:`memra_lowlevel.runtime.interop`.
@@ -279,18 +277,18 @@ class Device:
         return f"<Device {self.context} {self.name!r}>"
 
 
-def _parse(spec: str | Device | None) -> tuple[str, int]:
+def _parse(spec: str | Device | None) -> tuple[Literal["cuda", "host"], int]:
     if spec is None:
-        return "", 0
+        return "host", 0
     if isinstance(spec, Device):
-        return spec.kind, spec.ordinal
+        return spec.driver.kind, spec.ordinal
     kind, _, number = spec.partition(":")
     if kind not in ("cuda", "host") or not (number.isdigit() or number == ""):
         raise ArgumentError(
             f"Device({spec!r}): a device is 'cuda', 'cuda:N', 'host' or 'host:N'.",
             name="spec", expected="cuda[:N] | host[:N]", got=spec,
         )  # fmt: skip
-    return kind, int(number or 0)
+    return ("cuda" if kind == "cuda" else "host"), int(number or 0)
 
 
 def _default_driver() -> Driver:

@@ -1,178 +1,26 @@
-"""Device and pinned memory: storages that own it, and typed views of them.
-
-A :class:`Storage` owns an allocation and remembers every stream that used it, so that it can be
-given back in order. A :class:`Buffer` is a view with a shape and a dtype; a
-:class:`PinnedBuffer` is page-locked host memory with a NumPy view.
-"""
+"""Typed memory: :class:`Buffer` on the device, :class:`PinnedBuffer` on the host."""
 
 from __future__ import annotations
 
-import math
-import weakref
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..driver.trace import caller
-from ..errors import ArgumentError, ClosedError, OutOfMemory
-from .lifetime import Keepable
+from ..errors import ArgumentError
 from .recording import forbid
+from .storage import MemoryView, Shape, Storage, note_use
 
 if TYPE_CHECKING:
-    from .context import Context
-    from .device import Device
     from .stream import Stream
 
-__all__ = ["Buffer", "PinnedBuffer", "Shape", "Storage", "normal_shape"]
+__all__ = ["Buffer", "PinnedBuffer"]
 
-Shape = int | Sequence[int]
 _STAGING_LIMIT_BYTES = 64 << 20
-_PINNED_KEPT_BYTES = 256 << 20
 
 
-class Storage(Keepable):
-    """One allocation. Internal: buffers, arenas and interop make them.
-
-    Attributes
-    ----------
-    ptr, n_bytes : int
-    space : str
-        ``"pool"``, ``"arena"``, ``"pinned"`` or ``"external"``.
-    streams : set of Stream
-        Streams whose work used it; it is given back after that work.
-    users : weak set
-        Prepared launches and executables that froze its address; told when it closes.
-    """
-
-    kind = "buffer"
-
-    def __init__(
-        self,
-        context: Context,
-        ptr: int,
-        n_bytes: int,
-        space: str,
-        name: str,
-        give_back: Callable[[set[Stream]], None],
-    ) -> None:
-        self.ptr, self.n_bytes, self.space = ptr, n_bytes, space
-        self.open = True
-        self.streams: set[Stream] = set()
-        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._holds = 0
-        streams = self.streams
-        super().__init__(context, name, lambda: give_back(streams))
-        context.storages[self.serial] = self
-
-    def hold(self) -> None:
-        """Keep the memory even after ``close()``, until :meth:`release`."""
-        self._holds += 1
-
-    def release(self) -> None:
-        """Undo one :meth:`hold`; the memory goes back if it was closed meanwhile."""
-        self._holds -= 1
-        if self._holds == 0 and not self.open:
-            super().close()
-
-    def close(self) -> None:
-        """End its use; the memory goes back once no graph holds it and its work is done."""
-        if self.open:
-            self.open = False
-            for user in list(self.users):
-                user._operand_closed(self)
-            if self._holds == 0:
-                super().close()
-
-
-class _Memory:
-    """What device and pinned buffers have in common: a place in a storage."""
-
-    __slots__ = ("__weakref__", "_closed", "_root", "_storage", "dtype", "n_bytes", "ptr", "shape")
-    _what = "buffer"
-
-    def __init__(
-        self,
-        storage: Storage,
-        ptr: int,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-        *,
-        root: bool,
-    ) -> None:
-        self._storage, self._root, self._closed = storage, root, False
-        self.ptr = ptr
-        self.shape, self.dtype = shape, dtype
-        self.n_bytes = math.prod(shape) * dtype.itemsize
-
-    @property
-    def name(self) -> str:
-        """Name of the storage."""
-        return self._storage.name
-
-    @property
-    def device(self) -> Device:
-        """Device that the memory belongs to."""
-        return self._storage.context.device
-
-    @property
-    def storage(self) -> Storage:
-        """The allocation this is a view of."""
-        return self._storage
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def closed(self) -> bool:
-        """Whether this view or the memory below it was closed."""
-        return self._closed or not self._storage.open
-
-    def close(self) -> None:
-        """End this view; the view that allocated the memory gives it back.
-
-        Memory that a graph uses is given back when the last such graph closes.
-        """
-        if not self._closed:
-            self._closed = True
-            if self._root:
-                self._storage.close()
-
-    def _check_open(self) -> None:
-        if self._closed or not self._storage.open:
-            raise ClosedError(
-                f"{self._what} {self.name!r} (made at {self._storage.where or '?'}) is closed: "
-                f"used at {caller()}. Keep it open for as long as it is used."
-            )
-
-    def _slice(
-        self, offset_bytes: int, shape: Shape, dtype: npt.DTypeLike
-    ) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
-        self._check_open()
-        shape, kind = normal_shape(shape), np.dtype(dtype)
-        end = offset_bytes + math.prod(shape) * kind.itemsize
-        if offset_bytes < 0 or end > self.n_bytes or (self.ptr + offset_bytes) % kind.alignment:
-            raise ArgumentError(
-                f"view of {self._what} {self.name!r}: bytes [{offset_bytes}, {end}) as {kind} do "
-                f"not lie, aligned to {kind.alignment}, inside its {self.n_bytes} bytes.",
-                name=self.name,
-                expected=f"at most {self.n_bytes} bytes",
-                got=f"[{offset_bytes}, {end})",
-            )
-        return self.ptr + offset_bytes, shape, kind
-
-    def __repr__(self) -> str:
-        state = ", closed" if self.closed else ""
-        return (
-            f"<{type(self).__name__} {self.name!r} {self.dtype}{list(self.shape)} "
-            f"on {self._storage.context}{state}>"
-        )
-
-
-class PinnedBuffer(_Memory):
+class PinnedBuffer(MemoryView):
     """Page-locked host memory; made by :meth:`Device.pinned`.
 
     Copies from and to it are asynchronous and may be captured; the graph keeps it alive and reads
@@ -193,7 +41,7 @@ class PinnedBuffer(_Memory):
         root: bool,
     ) -> None:
         super().__init__(storage, ptr, shape, dtype, root=root)
-        self._array = np.asarray(_HostMemory(storage, ptr, self.n_bytes)).view(dtype).reshape(shape)
+        self._array = np.asarray(_HostArray(storage, ptr, self.n_bytes)).view(dtype).reshape(shape)
 
     @property
     def array(self) -> np.ndarray[Any, Any]:
@@ -202,12 +50,12 @@ class PinnedBuffer(_Memory):
         return self._array
 
     def view(self, offset_bytes: int, shape: Shape, dtype: npt.DTypeLike) -> PinnedBuffer:
-        """A part of the memory as another array; shares it, copies nothing."""
+        """View a part of the memory as another array; nothing is copied."""
         ptr, dims, kind = self._slice(offset_bytes, shape, dtype)
         return PinnedBuffer(self._storage, ptr, dims, kind, root=False)
 
 
-class Buffer(_Memory):
+class Buffer(MemoryView):
     """Device memory with a shape and a dtype, C-contiguous.
 
     Attributes
@@ -224,7 +72,7 @@ class Buffer(_Memory):
     _what = "buffer"
 
     def view(self, offset_bytes: int, shape: Shape, dtype: npt.DTypeLike) -> Buffer:
-        """A part of the memory as another array; shares it, copies nothing.
+        """View a part of the memory as another array; nothing is copied.
 
         Parameters
         ----------
@@ -309,10 +157,34 @@ class Buffer(_Memory):
         note_use(stream, self._storage)
 
     def to_numpy(self, stream: Stream) -> np.ndarray[Any, Any]:
-        """A copy as a NumPy array; blocks until the work on ``stream`` is done."""
+        """Copy into a NumPy array; blocks until the work on ``stream`` is done."""
         out = np.empty(self.shape, self.dtype)
         self.copy_to(stream, out)
         return out
+
+    # -- other libraries --------------------------------------------------------------------------
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        from .interop import export
+
+        return export(self, stream, max_version, dl_device, copy)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        from .interop import dlpack_device
+
+        return dlpack_device(self)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        from .interop import array_interface
+
+        return array_interface(self)
 
     # -- below ------------------------------------------------------------------------------------
     def _ready(self, stream: Stream) -> None:
@@ -340,10 +212,12 @@ class Buffer(_Memory):
             )
 
     def _upload(self, stream: Stream, src: np.ndarray[Any, Any]) -> None:
+        from . import pool
+
         flat = src.reshape(-1).view(np.uint8)
         for start in range(0, self.n_bytes, _STAGING_LIMIT_BYTES):
             part = flat[start : start + _STAGING_LIMIT_BYTES]
-            staging = staging_buffer(stream.context, part.nbytes)
+            staging = pool.staging_buffer(stream.context, part.nbytes)
             staging.array[: part.nbytes] = part
             stream.context.driver.cuMemcpyHtoDAsync(
                 self.ptr + start, staging.ptr, part.nbytes, stream.handle
@@ -352,13 +226,15 @@ class Buffer(_Memory):
             staging.close()
 
     def _download(self, stream: Stream, dst: np.ndarray[Any, Any]) -> None:
+        from . import pool
+
         flat = dst.reshape(-1).view(np.uint8)
         note_use(stream, self._storage)
         if not self.n_bytes:
             stream.sync()
         for start in range(0, self.n_bytes, _STAGING_LIMIT_BYTES):
             part = flat[start : start + _STAGING_LIMIT_BYTES]
-            staging = staging_buffer(stream.context, part.nbytes)
+            staging = pool.staging_buffer(stream.context, part.nbytes)
             stream.context.driver.cuMemcpyDtoHAsync(
                 staging.ptr, self.ptr + start, part.nbytes, stream.handle
             )
@@ -368,7 +244,7 @@ class Buffer(_Memory):
             staging.close()
 
 
-class _HostMemory:
+class _HostArray:
     """Holder through which NumPy views keep a storage alive."""
 
     def __init__(self, storage: Storage, ptr: int, n_bytes: int) -> None:
@@ -378,7 +254,7 @@ class _HostMemory:
         }  # fmt: skip
 
 
-def _check_family(stream: Stream, other: _Memory) -> None:
+def _check_family(stream: Stream, other: MemoryView) -> None:
     if other._storage.context.driver is not stream.context.driver:
         raise ArgumentError(
             f"{other._what} {other.name!r} belongs to {other._storage.context}, stream "
@@ -387,137 +263,3 @@ def _check_family(stream: Stream, other: _Memory) -> None:
             expected=stream.context.driver.kind,
             got=other._storage.context.driver.kind,
         )
-
-
-def note_use(stream: Stream, *storages: Storage) -> None:
-    """Remember that work on ``stream`` uses ``storages``; a capture keeps them alive."""
-    recording = stream.recording
-    for storage in storages:
-        storage.streams.add(stream)
-        if recording is not None:
-            recording.keeps.add(storage)
-    if recording is not None:
-        recording.tick(stream)
-
-
-def normal_shape(shape: Shape) -> tuple[int, ...]:
-    """``shape`` as a tuple of non-negative ints."""
-    dims = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
-    dims = tuple(int(d) for d in dims)
-    if any(d < 0 for d in dims):
-        raise ArgumentError(
-            f"shape {dims} has a negative extent.", expected="extents >= 0", got=str(dims)
-        )
-    return dims
-
-
-def allocate(
-    context: Context, n_bytes: int, stream: Stream, shape: Shape, dtype: npt.DTypeLike, name: str
-) -> Buffer:
-    """Stream-ordered memory from the pool; never under capture (a graph takes from an Arena)."""
-    dims, kind = normal_shape(shape), np.dtype(dtype)
-    stream._check_open()
-    if stream.context is not context:
-        raise ArgumentError(
-            f"allocation on {context} with stream {stream.name!r} of {stream.context}; use a "
-            "stream of the same device.", name=name, expected=str(context), got=str(stream.context),
-        )  # fmt: skip
-    driver = context.driver
-    call = "cuMemAllocAsync" if context.limits.pools else "cuMemAlloc"
-    forbid(call, stream=stream, what=f"{n_bytes} bytes for {name!r}")
-    context.reap()
-    context.ensure()
-    asked = max(n_bytes, 1)
-    if context.limits.pools:
-        ptr = _with_retry(
-            context, lambda: driver.cuMemAllocAsync(asked, stream.handle), asked, name
-        )
-        storage = Storage(
-            context, ptr, n_bytes, "pool", name, lambda streams: context.free_async(ptr, streams)
-        )
-    else:
-        ptr = _with_retry(context, lambda: driver.cuMemAlloc(asked), asked, name)
-        storage = Storage(
-            context, ptr, n_bytes, "pool", name, lambda streams: driver.cuMemFree(ptr)
-        )
-    storage.streams.add(stream)
-    return Buffer(storage, ptr, dims, kind, root=True)
-
-
-def _with_retry(context: Context, attempt: Callable[[], int], n_bytes: int, name: str) -> int:
-    try:
-        return attempt()
-    except OutOfMemory:
-        # What the pool keeps, and what waits for its last stream, may be enough.
-        context.driver.cuCtxSynchronize()
-        context.poll(wait=True)
-        context.driver.cuMemPoolTrimTo(context.device_handle, 0)
-    try:
-        return attempt()
-    except OutOfMemory as error:
-        free, total = context.driver.cuMemGetInfo()
-        raise OutOfMemory(
-            f"{n_bytes} bytes for {name!r} on {context}: {free} of {total} bytes are free "
-            f"(from {caller()}). Close buffers or graphs; census() lists what is open.",
-            result=error.result,
-            code=error.code,
-            call=error.call,
-            recent=error.recent,
-        ) from error
-
-
-def pinned(
-    context: Context, shape: Shape, dtype: npt.DTypeLike, name: str, *, internal: bool = False
-) -> PinnedBuffer:
-    """Page-locked memory, reused from earlier buffers of the same size where possible."""
-    dims, kind = normal_shape(shape), np.dtype(dtype)
-    n_bytes = math.prod(dims) * kind.itemsize
-    forbid("cuMemHostAlloc", what=f"{n_bytes} bytes for {name!r}")
-    context.reap()
-    context.poll()
-    context.ensure()
-    driver, asked = context.driver, max(n_bytes, 1)
-    free = context.pinned_free.get(asked)
-    if free:
-        ptr = free.pop()
-        context.pinned_free_bytes -= asked
-    else:
-        ptr = driver.cuMemHostAlloc(asked)
-
-    def keep() -> None:
-        if context.pinned_free_bytes + asked > _PINNED_KEPT_BYTES:
-            driver.cuMemFreeHost(ptr)
-        else:
-            context.pinned_free.setdefault(asked, []).append(ptr)
-            context.pinned_free_bytes += asked
-
-    storage = _PinnedStorage(
-        context, ptr, n_bytes, "pinned", name, lambda streams: context.after(streams, keep)
-    )
-    storage.internal = internal
-    return PinnedBuffer(storage, ptr, dims, kind, root=True)
-
-
-class _PinnedStorage(Storage):
-    """Goes back when its last NumPy view is gone, not before: the views are plain arrays."""
-
-    kind = "pinned buffer"
-
-    def close(self) -> None:
-        if self.open:
-            self.open = False
-            for user in list(self.users):
-                user._operand_closed(self)
-
-    def release(self) -> None:
-        self._holds -= 1
-
-    @property
-    def closed(self) -> bool:
-        return not self.open or super().closed
-
-
-def staging_buffer(context: Context, n_bytes: int) -> PinnedBuffer:
-    """Pinned memory of at least ``n_bytes`` for one copy; sizes are powers of two to be reused."""
-    size = max(4096, 1 << (n_bytes - 1).bit_length())
-    return pinned(context, size, np.uint8, "staging", internal=True)

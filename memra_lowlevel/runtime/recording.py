@@ -145,7 +145,7 @@ class Recording:
 
 
 def _concerned(stream: Stream | None) -> Recording | None:
-    """The capture that a call on this thread and ``stream`` would disturb."""
+    """Find the capture that a call on this thread and ``stream`` would disturb."""
     if stream is not None and stream.recording is not None:
         return stream.recording
     me = threading.get_ident()
