@@ -1,4 +1,4 @@
-"""Landmarks of the O(1) override and the ridge pseudo-inverse of their kernel matrix, in float64."""
+"""Landmarks of the O(1) override and the ridge inverse of their kernel matrix, in float64."""
 
 from __future__ import annotations
 
