@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 from pathlib import Path
+from typing import Any
 
 __all__ = ["add_arguments", "run"]
 
@@ -36,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(deleted) if args.json else f"{root}: {n} files deleted")
         return 0
     verify = args.action == "verify"
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"file": f"kernels/{e.path.name}", "bytes": e.n_bytes, "problem": e.problem}
         for e in cache.entries(verify=verify)
     ]
@@ -48,13 +49,13 @@ def run(args: argparse.Namespace) -> int:
         for row in rows:
             note = f"  DAMAGED: {row['problem']}" if row["problem"] else ""
             print(f"{row['bytes']:>9}  {row['file']}{note}")
-        total = sum(int(row["bytes"]) for row in rows)
+        total = sum(row["bytes"] for row in rows)
         state = f", {damaged} damaged" if verify else ""
         print(f"{root}: {len(rows)} files, {total / 1e6:.1f} MB{state}")
     return 1 if damaged else 0
 
 
-def _host(folder: Path, verify: bool) -> list[dict[str, str | int]]:
+def _host(folder: Path, verify: bool) -> list[dict[str, Any]]:
     from ..driver.host.build import published
 
     whole = dict(published(folder)) if verify else {}

@@ -48,10 +48,14 @@ def run(args: argparse.Namespace) -> int:
     from ..compile import DEFAULT_ARCHS, compile_many
 
     archs = list(dict.fromkeys([*(DEFAULT_ARCHS if args.all_archs else ()), *args.arch]))
-    wanted = jobs(archs or ["sm_90"], args.kernel)
+    wanted = jobs(archs or ["sm_90"], args.kernel, apart=True)
     images = compile_many(wanted, workers=args.workers, cache=not args.no_cache)
     failed = [image for image in images if isinstance(image, CompileError)]
-    table = rows(image for image in images if not isinstance(image, CompileError))
+    table = rows(
+        (image, job.name_expressions)
+        for job, image in zip(wanted, images, strict=True)
+        if not isinstance(image, CompileError)
+    )
     if args.kernel:
         table = [r for r in table if _chosen(args.kernel, r["kernel"], r["source"])]
     if args.json:
@@ -81,8 +85,17 @@ def all_names() -> dict[str, tuple[str, ...]]:
     return {source: tuple(dict.fromkeys(names)) for source, names in found.items()}
 
 
-def jobs(archs: Sequence[str], kernels: Sequence[str] = ()) -> list[Job]:
-    """One job per source and architecture, with all instances of the source's templates.
+def jobs(archs: Sequence[str], kernels: Sequence[str] = (), *, apart: bool = False) -> list[Job]:
+    """List what to compile: one job per source and architecture, all its instances together.
+
+    Parameters
+    ----------
+    archs : sequence of str
+    kernels : sequence of str
+        Only sources, or kernels, whose name contains one of these.
+    apart : bool
+        One job per template instance instead, and one for the plain kernels of a source: more work
+        for the front end, but jobs of like size for the threads and a time for each instance.
 
     Raises
     ------
@@ -93,35 +106,39 @@ def jobs(archs: Sequence[str], kernels: Sequence[str] = ()) -> list[Job]:
     from ..compile.signature import parse
 
     root = cuda_src_root()
-    chosen = {}
+    groups: list[tuple[str, tuple[str, ...]]] = []
     for source, names in all_names().items():
-        known = {*names, *parse((root / source).read_text())}
-        if not kernels or any(_chosen(kernels, name, source) for name in known):
-            chosen[source] = names
-    if not chosen:
+        found = parse((root / source).read_text())
+        plain = [name for name, signature in found.items() if not signature.template]
+        # A plain name needs no expression, and inside extern "C" it would be refused.
+        instances = tuple(n for n in names if "<" in n or "::" in n)
+        if kernels and not any(k in source for k in kernels):
+            instances = tuple(n for n in instances if _chosen(kernels, n, source))
+            plain = [n for n in plain if _chosen(kernels, n, source)]
+        if not apart and (plain or instances):
+            groups.append((source, instances))
+        elif apart:
+            groups += [(source, ())] * bool(plain) + [(source, (n,)) for n in instances]
+    if not groups:
         raise ArgumentError(
             f"no kernel is called {', '.join(kernels)}; `memra-lowlevel compile` lists them all",
             got=", ".join(kernels),
         )
-    return [
-        # A plain name needs no expression, and inside extern "C" it would be refused.
-        Job(root / source, arch, tuple(n for n in names if "<" in n or "::" in n))
-        for arch in archs
-        for source, names in chosen.items()
-    ]
+    return [Job(root / source, arch, names) for arch in archs for source, names in groups]
 
 
-def rows(images: Iterable[CompiledImage]) -> list[dict[str, Any]]:
+def rows(images: Iterable[tuple[CompiledImage, Sequence[str]]]) -> list[dict[str, Any]]:
     """Give one row per kernel and architecture: ``KEYS``, ``source`` and ``rung``.
 
-    ``spills`` are bytes of spill stores and loads per thread, ``ms`` is the time in which the
-    kernel's source was compiled for the architecture. ``registers`` and the sizes are None for PTX
-    and for the host device, where nobody has assigned them.
+    Each image comes with the kernels to list; none stands for all. ``spills`` are bytes of spill
+    stores and loads per thread; ``ms`` is the time in which the instance, or the plain kernels of
+    one source together, were compiled. ``registers`` and the sizes are None for PTX and for the
+    host device, where nobody has assigned them.
     """
     table = []
-    for image in images:
-        for name, symbol in sorted(image.entries.items()):
-            r = image.resources.get(symbol)
+    for image, names in images:
+        for name in names or sorted(image.entries):
+            r = image.resources.get(image.entries[name])
             table.append(
                 {
                     "kernel": name,

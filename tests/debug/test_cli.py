@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from memra_lowlevel import cli
-from memra_lowlevel.compile import DEFAULT_ARCHS, compiler
+from memra_lowlevel.compile import DEFAULT_ARCHS, compiler, cuda_src_root
 from memra_lowlevel.debug import compile_table
 
 KEYS = {"kernel", "arch", "registers", "spills", "local_bytes", "shared_bytes", "ms"}
@@ -69,15 +69,32 @@ def test_all_architectures(capsys: pytest.CaptureFixture[str]) -> None:
         assert isinstance(row["ms"], float) and row["ms"] > 0 and row["spills"] == 0
 
 
-def test_every_registered_instance_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
-    """On one architecture: the registry, the sources and the table name the same kernels."""
+def test_every_registered_instance_is_compiled() -> None:
+    """The registry, the sources and the jobs name the same kernels, each once."""
+    from memra_lowlevel.compile import kernel_sources
     from memra_lowlevel.kernels.registry import all_specs
 
-    table = rows(capsys, "--arch", "sm_90")
-    listed = {"".join(str(row["kernel"]).split()) for row in table}
-    wanted = {"".join(e.split()) for spec in all_specs() for e in spec.expressions}
-    assert wanted <= listed and len(table) >= 20
-    assert len({(row["kernel"], row["arch"]) for row in table}) == len(table)
+    specs = all_specs()
+    wanted = {(spec.source, e) for spec in specs for e in spec.expressions if "<" in e}
+    apart = compile_table.jobs(["sm_90"], apart=True)
+    single = [(job.source, name) for job in apart for name in job.name_expressions]
+    together = [
+        (job.source, name) for job in compile_table.jobs(["sm_90"]) for name in job.name_expressions
+    ]
+    for listed in (single, together):
+        assert len(listed) == len(set(listed))
+        assert wanted <= {
+            (Path(source).relative_to(cuda_src_root()).as_posix(), n) for source, n in listed
+        }
+    assert all(len(job.name_expressions) <= 1 for job in apart)
+    assert {job.source for job in apart} == set(kernel_sources())
+    plain = {spec.source for spec in specs for e in spec.expressions if "<" not in e}
+    bare = {
+        Path(j.source).relative_to(cuda_src_root()).as_posix()
+        for j in apart
+        if not j.name_expressions
+    }
+    assert plain <= bare
 
 
 def test_text_and_choices(capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,7 +130,7 @@ def test_a_kernel_that_does_not_compile(
     good.write_text('extern "C" __global__ void good(int* a) { *a = 1; }\n')
     bad.write_text("int x = ;\n")
     jobs = [compiler.Job(bad, "sm_90"), compiler.Job(good, "sm_90")]
-    monkeypatch.setattr(compile_table, "jobs", lambda *_: jobs)
+    monkeypatch.setattr(compile_table, "jobs", lambda *_, **__: jobs)
     assert cli.main(["compile", "--json", "--no-cache", "--workers", "1"]) == 1
     captured = capsys.readouterr()
     assert [row["kernel"] for row in json.loads(captured.out)] == ["good"]
