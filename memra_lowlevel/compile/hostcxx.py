@@ -153,12 +153,16 @@ def _flags(compiler: Compiler, check: bool, sanitize: Sanitizer | None) -> list[
     if sanitize != "undefined":
         flags.append("-fwrapv")
     if check:
-        flags += ["-DMEMRA_CHECK", "-fsanitize=thread", "-fno-tree-vectorize"]
-        flags += (
-            ["--param", "tsan-distinguish-volatile=1"]
-            if compiler.kind == "gcc"
-            else ["-mllvm", "-tsan-distinguish-volatile=1"]
-        )
+        # Fixed bounds, alignment and shifts are what the memory hooks cannot see.
+        flags += ["-DMEMRA_CHECK", "-fsanitize=thread,bounds,alignment,shift-exponent"]
+        flags += ["-fno-tree-vectorize", "-fsanitize-recover=all"]
+        if compiler.kind == "gcc":
+            flags += ["-fno-tree-loop-distribute-patterns", "-fno-store-merging"]
+            flags += ["--param", "tsan-distinguish-volatile=1"]
+            flags += ["--param", "tsan-instrument-func-entry-exit=0"]
+        else:
+            flags += ["-mllvm", "-tsan-distinguish-volatile=1"]
+            flags += ["-mllvm", "-tsan-instrument-func-entry-exit=0"]
     if sanitize == "undefined":
         flags += ["-fsanitize=undefined", "-fno-sanitize=vptr,function", "-fsanitize-recover=all"]
         if compiler.kind == "gcc":

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ... import errors
-from .build import Sanitizer, runtime_library
+from .build import RUNTIME, Sanitizer, runtime_library
 
 __all__ = [
     "Order",
@@ -30,6 +30,7 @@ __all__ = [
     "copy",
     "copy_in",
     "copy_out",
+    "enable_check",
     "fill",
     "free",
     "function_names",
@@ -85,6 +86,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "memra_free": (ctypes.c_int, (_U64,)),
     "memra_alloc_size": (ctypes.c_int64, (_U64,)),
     "memra_live_bytes": (_U64, ()),
+    "memra_check_enable": (ctypes.c_int, ()),
     "memra_note_write": (None, (_U64, _U64)),
     "memra_note_copy": (None, (_U64, _U64, _U64)),
     "memra_module_load": (_P, (ctypes.c_char_p, ctypes.c_char_p, _U32)),
@@ -180,6 +182,24 @@ def alloc_size(ptr: int) -> int:
 def live_bytes() -> int:
     """Bytes in live allocations."""
     return int(runtime().memra_live_bytes())
+
+
+def enable_check() -> None:
+    """Track which bytes are initialised, for memory that is allocated from now on.
+
+    Memory that is older counts as initialised. A launch without ``check`` in between does not write
+    where the tracking can see it, so it makes all memory of that time count as initialised.
+
+    Raises
+    ------
+    OutOfMemory
+        There is not enough address space for the shadow memory.
+    """
+    if not runtime().memra_check_enable():
+        raise errors.OutOfMemory(
+            "no address space for the shadow of check mode; is there a limit on virtual memory "
+            "(ulimit -v)?", call="enable_check", code=2, result="CUDA_ERROR_OUT_OF_MEMORY",
+        )  # fmt: skip
 
 
 def note_write(ptr: int, n_bytes: int) -> None:
@@ -383,14 +403,17 @@ def locate(module: str, offset: int) -> str:
     if tool is None or not module:
         return ""
     try:
-        # One byte back: the offset is often a return address.
         answer = subprocess.run(
-            [tool, "-e", module, hex(offset)], capture_output=True, timeout=20, check=False
+            [tool, "-i", "-e", module, hex(offset)], capture_output=True, timeout=20, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    text = answer.stdout.decode(errors="replace").strip().split(" (")[0]
-    return "" if text.startswith("?") or text.endswith(":?") else text
+    # Innermost first; what the runtime's headers inline is not what a reader wants to see.
+    for line in answer.stdout.decode(errors="replace").splitlines():
+        path, _, number = line.split(" (")[0].rpartition(":")
+        if number.isdigit() and number != "0" and RUNTIME not in Path(path).parents:
+            return f"{path if Path(path).exists() else Path(path).name}:{number}"
+    return ""
 
 
 # ---- a convenience for kernel authors --------------------------------------------------------------
@@ -453,6 +476,8 @@ def quick(
                 f"{name_expr} takes {len(sizes)} arguments, got {len(args)}", kernel=name_expr
             )
         options.setdefault("check", check)
+        if options["check"]:
+            enable_check()
         values: list[Any] = []
         buffers: dict[int, tuple[npt.NDArray[Any], int]] = {}
         try:

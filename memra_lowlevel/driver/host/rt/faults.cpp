@@ -23,6 +23,9 @@ std::atomic<uint32_t> n_registered{0};
 struct sigaction previous[65];
 volatile sig_atomic_t passing_on = 0;
 
+}  // namespace
+
+// By its stack: safe in a signal handler, where thread-local storage is not.
 Worker* worker_of(uintptr_t sp) {
   const uint32_t n = n_registered.load(std::memory_order_acquire);
   for (uint32_t i = 0; i < n; ++i) {
@@ -32,6 +35,8 @@ Worker* worker_of(uintptr_t sp) {
   }
   return nullptr;
 }
+
+namespace {
 
 void pass_on(int signal, siginfo_t* info, void* context) {
   const struct sigaction& old = previous[signal];

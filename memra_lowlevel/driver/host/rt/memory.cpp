@@ -75,6 +75,12 @@ void bury_oldest() {
   give_back(gone.map_begin, gone.map_bytes);
 }
 
+template <class F>
+void each_allocation(F f) {
+  std::lock_guard<std::mutex> lock(memory_mutex);
+  for (const auto& [begin, a] : live) f(a);
+}
+
 }  // namespace
 
 // The allocation that holds `at`, else the nearest within a megabyte, freed ones included.
@@ -135,9 +141,9 @@ MEMRA_EXPORT uint64_t memra_alloc(uint64_t n_bytes, uint64_t alignment) {
   a.map_begin = begin;
   a.map_bytes = data + PAGE;
   a.serial = next_serial++;
-  a.birth = check_birth(a.begin, n_bytes);
   live[a.begin] = a;
   live_bytes += n_bytes;
+  check_allocated(a.begin, n_bytes, a.map_begin, a.map_bytes);
   return a.begin;
 }
 
@@ -158,6 +164,7 @@ MEMRA_EXPORT int memra_free(uint64_t ptr) {
   mmap(reinterpret_cast<void*>(a.map_begin), a.map_bytes, PROT_NONE,
        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
   a.freed = true;
+  check_freed(a.map_begin, a.map_bytes);
   graveyard.push_back(a);
   graveyard_bytes += a.map_bytes;
   while (graveyard_bytes > GRAVEYARD_BYTES || graveyard.size() > GRAVEYARD_ENTRIES) bury_oldest();

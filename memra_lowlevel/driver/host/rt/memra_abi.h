@@ -80,6 +80,7 @@ uint8_t (*memra_warp_exchange(memra::Context*, const memra::Site*, uint32_t op, 
 [[noreturn]] void memra_fail(memra::Context*, const memra::Site*, int kind, const char* message);
 void memra_yield(memra::Context*);
 void memra_fence(memra::Context*, uint32_t scope);
+void memra_atomic(memra::Context*, void* at, uint32_t n_bytes);  // check mode: before an atomic
 void memra_copy_async(memra::Context*, const char* file, int line, void* dst, const void* src,
                       uint32_t n_bytes, uint32_t n_valid);
 void memra_copy_commit(memra::Context*);

@@ -10,18 +10,32 @@ static memra::Context* memra_context;  // this copy of the file belongs to one w
 namespace memra {
 
 #if defined(MEMRA_CHECK)
-// Reads of the context go through assembly so that the check hooks never see them.
+// Reads of the context, and atomics, go through assembly so that the hooks never see them.
 template <class T>
 __attribute__((always_inline)) inline T raw_load(const T* at) {
   T value;
 #if defined(__x86_64__)
   if constexpr (sizeof(T) == 8) __asm__("movq %1, %0" : "=r"(value) : "m"(*at));
-  else __asm__("movl %1, %0" : "=r"(value) : "m"(*at));
+  else if constexpr (sizeof(T) == 4) __asm__("movl %1, %0" : "=r"(value) : "m"(*at));
+  else __asm__("movw %1, %0" : "=r"(value) : "m"(*at));
 #else
   if constexpr (sizeof(T) == 8) __asm__("ldr %0, %1" : "=r"(value) : "m"(*at));
-  else __asm__("ldr %w0, %1" : "=r"(value) : "m"(*at));
+  else if constexpr (sizeof(T) == 4) __asm__("ldr %w0, %1" : "=r"(value) : "m"(*at));
+  else __asm__("ldrh %w0, %1" : "=r"(value) : "m"(*at));
 #endif
   return value;
+}
+template <class T>
+__attribute__((always_inline)) inline void raw_store(T* at, T value) {
+#if defined(__x86_64__)
+  if constexpr (sizeof(T) == 8) __asm__("movq %1, %0" : "=m"(*at) : "r"(value));
+  else if constexpr (sizeof(T) == 4) __asm__("movl %1, %0" : "=m"(*at) : "r"(value));
+  else __asm__("movw %1, %0" : "=m"(*at) : "r"(value));
+#else
+  if constexpr (sizeof(T) == 8) __asm__("str %1, %0" : "=m"(*at) : "r"(value));
+  else if constexpr (sizeof(T) == 4) __asm__("str %w1, %0" : "=m"(*at) : "r"(value));
+  else __asm__("strh %w1, %0" : "=m"(*at) : "r"(value));
+#endif
 }
 #else
 template <class T>

@@ -30,6 +30,16 @@ void* memmove(void*, const void*, size_t) noexcept;
 int printf(const char*, ...);
 }
 
+#if defined(MEMRA_CHECK)
+// Calls of the C library would pass the hooks by.
+extern "C" void* __tsan_memcpy(void*, const void*, size_t);
+extern "C" void* __tsan_memmove(void*, const void*, size_t);
+extern "C" void* __tsan_memset(void*, int, size_t);
+#define memcpy __tsan_memcpy
+#define memmove __tsan_memmove
+#define memset __tsan_memset
+#endif
+
 namespace memra {
 
 template <class To, class From>

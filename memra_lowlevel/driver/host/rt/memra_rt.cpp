@@ -16,6 +16,7 @@
 #include "scheduler.cpp"
 #include "copies.cpp"
 #include "check.cpp"
+#include "undefined.cpp"
 
 namespace memra {
 
@@ -69,8 +70,13 @@ uint64_t nth_block(const LaunchState& launch, uint64_t i) {
 
 void run_blocks(Worker& w, LaunchState& launch, const ModuleCopy& copy) {
   begin_launch(w, launch, copy);
-  if (launch.check) check_launch(w, copy);
   w.failure.kind = FAIL_NONE;
+  if (launch.check && !check_launch(w, copy)) {
+    w.failure.kind = FAIL_LIMIT;
+    snprintf(w.failure.message, sizeof w.failure.message,
+             "no address space for the shadow of check mode (is there a limit on virtual memory?)");
+    launch.stop.store(true);
+  }
   while (!launch.stop.load(std::memory_order_relaxed)) {
     const uint64_t i = launch.next_block.fetch_add(1, std::memory_order_relaxed);
     if (i >= launch.n_blocks) break;

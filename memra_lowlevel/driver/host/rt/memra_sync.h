@@ -156,7 +156,13 @@ inline void sync_warp(const Site* site, unsigned mask = 0xffffffffu) {
 
 inline void spin(Context* c) {
   // A loop of atomics that never ends must let the threads it waits for run.
-  if (__builtin_expect(c->spin_budget-- == 0, 0)) memra_yield(c);
+#if defined(MEMRA_CHECK)
+  const uint32_t left = raw_load(&c->spin_budget);
+  raw_store(&c->spin_budget, left - 1);
+#else
+  const uint32_t left = c->spin_budget--;
+#endif
+  if (__builtin_expect(left == 0, 0)) memra_yield(c);
 }
 
 template <class T>
@@ -187,6 +193,13 @@ inline T atomic_update(T* at, F next) {
   typedef typename Bits<sizeof(T)>::type B;
   spin(context());
   B* bits = reinterpret_cast<B*>(at);
+#if defined(MEMRA_CHECK)
+  // One worker, and no switch in between: plain steps are atomic.
+  memra_atomic(context(), at, sizeof(T));
+  const T before = bit_cast<T>(raw_load(bits));
+  raw_store(bits, bit_cast<B>(T(next(before))));
+  return before;
+#else
   B old = __atomic_load_n(bits, __ATOMIC_RELAXED);
   for (;;) {
     const B fresh = bit_cast<B>(T(next(bit_cast<T>(old))));
@@ -194,6 +207,7 @@ inline T atomic_update(T* at, F next) {
       return bit_cast<T>(old);
     }
   }
+#endif
 }
 
 }  // namespace memra

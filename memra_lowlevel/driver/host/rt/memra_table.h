@@ -2,6 +2,9 @@
 // types off the kernel itself, so sizes can never disagree with what runs.
 #pragma once
 
+// Parameters lie in memory of the launch, which is not for the hooks of check mode.
+#define MEMRA_UNCHECKED __attribute__((no_sanitize("thread", "undefined")))
+
 namespace memra {
 
 template <auto F>
@@ -15,13 +18,13 @@ struct Launch<F> {
   struct Make : Make<N - 1, N - 1, I...> {};
   template <size_t... I>
   struct Make<0, I...> {
-    static void call(void** params) {
+    MEMRA_UNCHECKED static void call(void** params) {
       (void)params;
       F(read<A>(params[I])...);
     }
   };
   template <class T>
-  __attribute__((always_inline)) static T read(const void* at) {
+  MEMRA_UNCHECKED __attribute__((always_inline)) static T read(const void* at) {
     T value;
     __builtin_memcpy(&value, at, sizeof(T));
     return value;

@@ -124,6 +124,18 @@ size_t image_bytes(const std::vector<uint8_t>& file) {
   return end;
 }
 
+// _ZZ6kernelE5tiles -> tiles
+std::string plain_name(const std::string& mangled) {
+  for (size_t n = 1; n < mangled.size(); ++n) {
+    const size_t at = mangled.size() - n;
+    const std::string digits = std::to_string(n);
+    if (at < digits.size() + 1) break;
+    if (mangled.compare(at - digits.size(), digits.size(), digits)) continue;
+    if (mangled[at - digits.size() - 1] == 'E') return mangled.substr(at);
+  }
+  return mangled;
+}
+
 // Which static arrays belong to which kernel follows from their mangled names: an array `s` of kernel
 // f is _ZZ<f>E1s. Arrays of device functions may be used by any kernel.
 void assign_shared(Module& m, const Symbols& symbols) {
@@ -154,7 +166,7 @@ void assign_shared(Module& m, const Symbols& symbols) {
     for (auto& f : m.functions) {
       const std::string& p = prefixes[f->index];
       if (owned && (p.empty() || s.name.compare(0, p.size(), p))) continue;
-      f->shared.push_back({s.at, s.n_bytes});
+      f->shared.push_back({s.at, s.n_bytes, plain_name(s.name)});
       f->shared_bytes += s.n_bytes;
     }
   }

@@ -62,11 +62,16 @@ struct ModuleCopy {
 
 struct Module;
 
+struct SharedArray {
+  uint64_t offset, n_bytes;  // offset into the module
+  std::string name;
+};
+
 struct Function {
   Module* module;
   uint32_t index;
   std::string name;
-  std::vector<std::pair<uint64_t, uint64_t>> shared;  // offset and size of its __shared__ arrays
+  std::vector<SharedArray> shared;  // its __shared__ arrays
   uint64_t shared_bytes = 0;
 };
 
@@ -238,7 +243,7 @@ std::string thread_name(const Worker& w, uint32_t thread);
 void describe_waits(Worker& w, std::string& out);
 
 // check.cpp
-void check_launch(Worker& w, const ModuleCopy& copy);
+bool check_launch(Worker& w, const ModuleCopy& copy);
 void check_block(Worker& w, uint64_t block);
 void check_barrier(Worker& w);
 void check_warp(Worker& w, uint32_t warp, uint32_t lanes);
@@ -246,7 +251,8 @@ void check_launch_done(Worker& w);
 void check_copy_issued(Worker& w, const Site* site, void* dst, const void* src, uint32_t n_bytes,
                        uint32_t n_valid);
 void check_copy_done(Worker& w, const PendingCopy& copy);
-uint64_t check_birth(uintptr_t begin, size_t n_bytes);
+void check_allocated(uintptr_t begin, size_t n_bytes, uintptr_t map_begin, size_t map_bytes);
+void check_freed(uintptr_t map_begin, size_t map_bytes);
 void note_untracked_launch();
 
 void guard_fiber(Worker& w, uint32_t fiber);
@@ -258,7 +264,6 @@ struct Allocation {
   uintptr_t map_begin;
   size_t map_bytes;
   uint64_t serial;
-  uint64_t birth;       // launches without tracking that had run when it was made
   bool freed;
 };
 bool find_allocation(uintptr_t at, Allocation* found);
@@ -269,6 +274,7 @@ extern size_t arena_bytes;
 void install_fault_handler();
 void enter_thread_for_faults();
 void register_worker(Worker* w);
+Worker* worker_of(uintptr_t sp);
 void note_pc(Failure& f, uintptr_t pc);
 std::string describe_address(const Worker& w, uintptr_t at);
 void translate_fault(Worker& w, const ModuleCopy& copy);

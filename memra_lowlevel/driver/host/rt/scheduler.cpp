@@ -411,8 +411,8 @@ void order_threads(Worker& w, uint64_t block) {
 }
 
 void poison_shared(Worker& w, const ModuleCopy& copy) {
-  for (const auto& [offset, n_bytes] : w.launch->function->shared) {
-    memset(copy.base + offset, POISON, n_bytes);
+  for (const SharedArray& s : w.launch->function->shared) {
+    memset(copy.base + s.offset, POISON, s.n_bytes);
   }
   if (w.context.shared_bytes) memset(w.context.shared, POISON, w.context.shared_bytes);
 }
