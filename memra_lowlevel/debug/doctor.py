@@ -241,7 +241,8 @@ def _compiler() -> Probe:
     )
     try:
         found = _ours("driver.host.build").find_compiler()
-        return Probe("c++ compiler", "ok", str(found))
+        text = f"{found.version} ({' '.join(found.command)})"
+        return Probe("c++ compiler", "ok", text, "", {"command": list(found.command)})
     except ImportError:
         names = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
         path = next((p for n in names if n and (p := shutil.which(n))), None)
