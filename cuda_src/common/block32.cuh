@@ -64,14 +64,33 @@ __device__ __forceinline__ uint32_t load_two_u16(const uint8_t* p) {
     return load_u16(p) | load_u16(p + 2) << 16;
 }
 
-// Byte i of a word as the float byte - bias. Exact, so both bodies give the same bits.
-__device__ __forceinline__ float byte_value(uint32_t word, int i, float bias) {
+// The 8 bytes of two words as the floats byte - bias. Exact, so both bodies give the same bits.
+__device__ __forceinline__ void bytes_to_f32(uint32_t low, uint32_t high, float bias, float* x) {
 #if MEMRA_CUDA
     // Put under the exponent of 2^23: one permute and one add; conversions run at a quarter of that.
-    return __uint_as_float(__byte_perm(word, 0x4B000000u, 0x7650u | i)) - (8388608.0f + bias);
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+        x[i] = __uint_as_float(__byte_perm(i < 4 ? low : high, 0x4B000000u, 0x7650u | i % 4)) -
+               (8388608.0f + bias);
 #else
-    return float(int32_t(word >> 8 * i & 0xFFu)) - bias;
+    // Vector types of the compiler; at -O2 it would convert one byte at a time.
+    typedef uint8_t Bytes __attribute__((vector_size(4)));
+    typedef int32_t Ints __attribute__((vector_size(16)));
+    typedef float Floats __attribute__((vector_size(16)));
+    const uint32_t words[2] = {low, high};
+    for (int i = 0; i < 2; i++) {
+        Bytes bytes;
+        __builtin_memcpy(&bytes, &words[i], 4);
+        const Ints ints = __builtin_convertvector(bytes, Ints);
+        const Floats values = __builtin_convertvector(ints, Floats) - bias;
+        __builtin_memcpy(x + 4 * i, &values, 16);
+    }
 #endif
+}
+
+// Bits 0 ... 3 at bit 4 of bytes 0 ... 3.
+__device__ __forceinline__ uint32_t fifth_bits(uint32_t bits) {
+    return ((bits & 15u) * 0x00204081u & 0x01010101u) << 4;
 }
 
 // The 8 elements of quarter g of a block, low run first.
@@ -98,29 +117,24 @@ __device__ __forceinline__ void read_quarter(const uint8_t* block, int g, float*
     } else if constexpr (F == Q8_0) {
         const float d = f16_to_f32(uint16_t(load_u16(block)));
         const uint8_t* qs = block + 2 + 8 * g;
-        const uint32_t words[2] = {load_two_u16(qs), load_two_u16(qs + 4)};
+        bytes_to_f32(load_two_u16(qs) ^ 0x80808080u, load_two_u16(qs + 4) ^ 0x80808080u, 128.0f, x);
 #pragma unroll
-        for (int i = 0; i < 8; i++)
-            x[i] = d * byte_value(words[i / 4] ^ 0x80808080u, i % 4, 128.0f);
+        for (int i = 0; i < 8; i++) x[i] = d * x[i];
     } else if constexpr (F == Q5_1) {
         const uint2 head = *reinterpret_cast<const uint2*>(block);
         const uint32_t nibbles = *(reinterpret_cast<const uint32_t*>(block + 8) + g);
         const float d = f16_to_f32(uint16_t(head.x));
         const float m = f16_to_f32(uint16_t(head.x >> 16));
-        const uint32_t halves[2] = {nibbles & 0x0F0F0F0Fu, nibbles >> 4 & 0x0F0F0F0Fu};
+        bytes_to_f32((nibbles & 0x0F0F0F0Fu) | fifth_bits(head.y >> 4 * g),
+                     (nibbles >> 4 & 0x0F0F0F0Fu) | fifth_bits(head.y >> (4 * g + 16)), 0.0f, x);
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            // Bits 4g.. and 16 + 4g.. of qh, spread to bit 4 of each byte.
-            const uint32_t high = head.y >> (4 * g + 16 * (i / 4) + i % 4) & 1u;
-            const float q = byte_value(halves[i / 4], i % 4, 0.0f) + (high ? 16.0f : 0.0f);
-            x[i] = __fadd_rn(__fmul_rn(d, q), m);
-        }
+        for (int i = 0; i < 8; i++) x[i] = __fadd_rn(__fmul_rn(d, x[i]), m);
     } else {
         const float d = f16_to_f32(uint16_t(load_u16(block)));
         const uint32_t nibbles = load_two_u16(block + 2 + 4 * g);
-        const uint32_t halves[2] = {nibbles & 0x0F0F0F0Fu, nibbles >> 4 & 0x0F0F0F0Fu};
+        bytes_to_f32(nibbles & 0x0F0F0F0Fu, nibbles >> 4 & 0x0F0F0F0Fu, 8.0f, x);
 #pragma unroll
-        for (int i = 0; i < 8; i++) x[i] = d * byte_value(halves[i / 4], i % 4, 8.0f);
+        for (int i = 0; i < 8; i++) x[i] = d * x[i];
     }
 }
 

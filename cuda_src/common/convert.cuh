@@ -12,6 +12,10 @@ __device__ __forceinline__ float f16_to_f32(uint16_t bits) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
     return value;
+#elif defined(__F16C__)
+    typedef short Halves __attribute__((vector_size(16)));
+    const Halves halves = {short(bits)};
+    return __builtin_ia32_vcvtph2ps(halves)[0];
 #else
     // The exponent field moved up is 112 too small; the product repairs it, subnormals included.
     const uint32_t magnitude = uint32_t(bits & 0x7FFFu) << 13;

@@ -183,9 +183,8 @@ __global__ void __launch_bounds__(ATTEND_THREADS)
                 float4 key[S::PART / 4];
 #pragma unroll
                 for (int d = 0; d < S::PART / 4; d++) key[d] = mine[d];
-#pragma unroll
-                for (int i = 0; i < QT; i++) {
-                    if (i >= n_queries) break;
+#pragma unroll 1
+                for (int i = 0; i < n_queries; i++) {
                     const float4* query =
                         reinterpret_cast<const float4*>(q_tile + i * DK + score_part * S::PART);
                     float4 dot = make_float4(0.0f, 0.0f, 0.0f, 0.0f);

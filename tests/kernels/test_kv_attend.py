@@ -192,8 +192,8 @@ def test_a_poisoned_key_stays_with_the_rows_that_see_it(stream):
     q = normal(rng, 8, 2, 64)
     planes.set_len(100)
     clean = planes.attend(q)
-    for fmt_rows in (np.full((1, 64), np.nan, np.float32),):
-        planes.load(fmt_rows, fmt_rows, first=104)
+    poison = np.full((1, 64), np.nan, np.float32)
+    planes.load(poison, poison, first=104)
     spoiled = planes.attend(q)
     assert same(spoiled[:4], clean[:4])
     assert np.isnan(spoiled[4:]).all()
@@ -215,7 +215,7 @@ def test_workspace_content_is_irrelevant(stream):
 def test_capacity_changes_no_bit(stream):
     results = []
     for rows in (140, 1000, 20_000):
-        planes, rng = filled(stream, 1, 64, rows, n=140)
+        planes, _ = filled(stream, 1, 64, rows, n=140)
         planes.set_len(137)
         results.append(planes.attend(normal(np.random.default_rng(3), 2, 3, 64)))
     assert same(results[0], results[1]) and same(results[0], results[2])
@@ -299,7 +299,9 @@ def test_refusals(stream):
     small = planes.poisoned(64).view(0, (16,), np.float32)
     big = planes.poisoned(1 << 20).view(0, (1 << 18,), np.float32)
 
-    def call(q=planes.upload(q), out=out, workspace=big, rows=50, **more):
+    queries = planes.upload(q)
+
+    def call(q=queries, out=out, workspace=big, rows=50, **more):
         kv_attend.attend(
             stream, q, planes.k, planes.v, out, len_d=planes.len_d, k_format=Q8_0, v_format=Q5_1,
             rows=rows, n_kv_heads=2, head_dim=64, workspace=workspace, **more,
