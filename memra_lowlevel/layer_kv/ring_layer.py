@@ -91,8 +91,9 @@ class BoundedMethods(LayerBase):
         if 2 * rope.half > hd:
             raise KvShapeError(f"rope: {rope.half} pairs for {hd} channels")
         factor = scalar(scale, "scale")
-        if not np.isfinite(value).all():
-            raise KvStateError("bounded_step: v holds a NaN or an infinity")
+        for name, x in (("q", query), ("k", key), ("v", value)):
+            if not np.isfinite(x).all():
+                raise KvStateError(f"bounded_step: {name} holds a NaN or an infinity")
         ring.step(query, key.reshape(nkv, hd), value.reshape(nkv, hd), w, rope, factor, target)
         self._seq_len += 1
 
