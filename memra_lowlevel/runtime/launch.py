@@ -117,6 +117,9 @@ class PreparedLaunch:
             plan.id = gate.number(self.kernel.name, self.where)
             self._plan, self._gate = plan, gate
             self._launch = native.lib.mll_launch
+        users = getattr(self.kernel.module, "users", None)
+        if users is not None:
+            users.add(self)
         self._adopt(storages)
 
     def launch(self, stream: Stream) -> None:
@@ -157,8 +160,8 @@ class PreparedLaunch:
         if self._plan is not None:
             self._plan.last = native.ffi.NULL
 
-    def _operand_closed(self, storage: Storage) -> None:
-        self._dead = self._dead or storage.name
+    def _operand_closed(self, operand: Any) -> None:
+        self._dead = self._dead or operand.name
         if self._plan is not None:
             self._plan.dead = 1
 
@@ -166,8 +169,8 @@ class PreparedLaunch:
         site = self._site
         if self._dead:
             raise ClosedError(
-                f"prepared launch of {self.kernel.name} (made at {self.where}): its operand "
-                f"{self._dead!r} was closed (launched from {caller()}). Prepare it again."
+                f"prepared launch of {self.kernel.name} (made at {self.where}): "
+                f"{self._dead!r}, which it uses, was closed (launched from {caller()}). Prepare it again."
             )
         site.launch_at(stream, self._address, list(self._storages.values()))
         context = stream.context
@@ -216,6 +219,11 @@ class Launcher:
                 kernel=kernel.name,
                 expected=str(context),
                 got="another device",
+            )
+        if kernel.module.closed:
+            raise ClosedError(
+                f"{kernel.name}: its module {kernel.module.image.name!r} is closed: used at "
+                f"{caller()}. Keep the module open for as long as its kernels are used."
             )
         self.context, self.kernel = context, kernel
         self.encoder = Encoder(kernel)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import weakref
+from typing import TYPE_CHECKING, Any
 
 from ..compile import CompiledImage, Kernel, Module
 from .recording import forbid
@@ -24,6 +25,8 @@ class LoadedModule(Module):
         context.activate()
         super().__init__(context.driver, context.handle, image)
         self.context = context
+        self.name = image.name
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._holds = 0
         self._closing = False
 
@@ -47,6 +50,8 @@ class LoadedModule(Module):
         self._closing = True
         if self._holds == 0 and not self.closed:
             forbid("cuModuleUnload", what=f"module {self.image.name!r}")
+            for user in list(self.users):
+                user._operand_closed(self)
             for kernel in self._kernels.values():
                 self.context.launchers.pop(id(kernel), None)
             self.context.ensure()

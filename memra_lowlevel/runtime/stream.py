@@ -150,13 +150,15 @@ class Stream(Owned):
         """Block until all work on this stream is done; errors of that work surface here."""
         self._check_open()
         forbid("cuStreamSynchronize", stream=self)
+        # What was dropped before is given back behind its last work, so that it is free after.
+        self.context.reap()
         self.context.ensure()
         try:
             self.context.driver.cuStreamSynchronize(self.handle)
         except Exception as error:
             self.context.note_error(error)
             raise
-        self.context.reap()
+        self.context.poll()
 
     def done(self) -> bool:
         """Whether all work on this stream is done."""
