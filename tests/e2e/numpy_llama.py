@@ -7,12 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
-from gguf.quants import dequantize, quantize
-
-
-def through(x: np.ndarray, kind: Kind) -> np.ndarray:
-    """What is left of rows after they were stored in a cache format."""
-    return dequantize(quantize(np.ascontiguousarray(x, np.float32), kind), kind)
+from gguf.quants import dequantize
 
 
 def matrix(tensor) -> np.ndarray:
@@ -35,13 +30,41 @@ def rotate(x: np.ndarray, theta: float, n_rot: int) -> np.ndarray:
     return out
 
 
-def logits(weights, sequences: list[list[int]]) -> list[np.ndarray]:
-    """Logits f32[len, n_vocab] after every token of each sequence."""
+def steps_away(x: np.ndarray, rows: np.ndarray, kind: Kind) -> float:
+    """Largest distance of values from what was stored of them, in steps of their block's scale."""
+    scale = rows.reshape(len(rows), -1, {Kind.Q8_0: 34, Kind.Q5_1: 24}[kind])[..., :2]
+    step = np.abs(np.ascontiguousarray(scale).view(np.float16).astype(np.float32))
+    away = np.abs(x - dequantize(rows, kind)).reshape(*scale.shape[:2], 32)
+    return float((away / np.maximum(step, 1e-8)).max())
+
+
+def logits(weights, sequences, caches):
+    """Run whole sequences.
+
+    Rounding to the codes of a cache is a jump: a value that two right computations round apart
+    moves logits by some tenths. So attention reads the rows that the engine stored, and how far
+    they are from this computation's own keys and values is returned beside the logits.
+
+    Parameters
+    ----------
+    weights : Weights
+    sequences : list of list of int
+    caches : list
+        Per sequence and layer, what the engine stored: ``(k, v)``, uint8[len, row_bytes] each,
+        q8_0 and q5_1.
+
+    Returns
+    -------
+    logits : list of float32[len, n_vocab]
+        After every token of each sequence.
+    k_steps, v_steps : float
+        Largest distance of a stored key and value from its own, in code steps.
+    """
     c = weights.config
     group = c.n_heads // c.n_kv_heads
     ends = np.cumsum([len(s) for s in sequences])
-    table = matrix(weights["token_embd.weight"])
-    h = table[np.concatenate(sequences)]
+    h = matrix(weights["token_embd.weight"])[np.concatenate(sequences)]
+    k_steps = v_steps = 0.0
     for i in range(c.n_layers):
 
         def product(name: str, x: np.ndarray, i: int = i) -> np.ndarray:
@@ -50,14 +73,17 @@ def logits(weights, sequences: list[list[int]]) -> list[np.ndarray]:
         x = norm(h, weights[f"blk.{i}.attn_norm.weight"].rows, c.norm_eps)
         q, k, v = (product(f"attn_{n}", x) for n in "qkv")
         attended = np.empty_like(q)
-        for start, end in zip([0, *ends[:-1]], ends, strict=True):
+        for start, end, cache in zip([0, *ends[:-1]], ends, caches, strict=True):
             n = end - start
             heads = rotate(q[start:end].reshape(n, c.n_heads, -1), c.rope_theta, c.n_rot)
             keys = rotate(k[start:end].reshape(n, c.n_kv_heads, -1), c.rope_theta, c.n_rot)
-            keys = through(keys.reshape(n, -1), Kind.Q8_0).reshape(n, c.n_kv_heads, -1)
-            values = through(v[start:end], Kind.Q5_1).reshape(n, c.n_kv_heads, -1)
+            k_rows, v_rows = cache[i]
+            k_steps = max(k_steps, steps_away(keys.reshape(n, -1), k_rows, Kind.Q8_0))
+            v_steps = max(v_steps, steps_away(v[start:end], v_rows, Kind.Q5_1))
+            keys = dequantize(k_rows, Kind.Q8_0).reshape(n, c.n_kv_heads, -1)
+            values = dequantize(v_rows, Kind.Q5_1).reshape(n, c.n_kv_heads, -1)
             for head in range(c.n_heads):
-                scores = heads[:, head] @ keys[:, head // group].T / np.sqrt(c.head_dim)
+                scores = heads[:, head] @ keys[:, head // group].T / np.float32(c.head_dim**0.5)
                 scores[np.triu_indices(n, 1)] = -np.inf
                 p = np.exp(scores - scores.max(axis=-1, keepdims=True))
                 p /= p.sum(axis=-1, keepdims=True)
@@ -69,4 +95,4 @@ def logits(weights, sequences: list[list[int]]) -> list[np.ndarray]:
         h = h + product("ffn_down", gate / (1 + np.exp(-gate)) * up)
     head = weights.tensors.get("output.weight", weights["token_embd.weight"])
     out = norm(h, weights["output_norm.weight"].rows, c.norm_eps) @ matrix(head).T
-    return np.split(out.astype(np.float32), ends[:-1])
+    return np.split(out.astype(np.float32), ends[:-1]), k_steps, v_steps
