@@ -158,6 +158,8 @@ def _compile(
     cache: bool | KernelCache,
 ) -> CompiledImage:
     chosen = CompileOptions.of(options)
+    if isinstance(name_expressions, str):
+        name_expressions = (name_expressions,)
     names = tuple(dict.fromkeys(name_expressions))
     folders = tuple(include_dirs)
     closure = sources.read(text, name=name, include_dirs=folders)

@@ -55,13 +55,13 @@ class CompiledImage:
     kind: str
     arch: str
     rung: str
-    data: bytes
+    data: bytes = field(repr=False)
     entries: Mapping[str, str]
-    signatures: Mapping[str, Signature] = field(default_factory=dict)
-    layouts: Mapping[str, Layout] = field(default_factory=dict)
-    resources: Mapping[str, Resources] = field(default_factory=dict)
+    signatures: Mapping[str, Signature] = field(default_factory=dict, repr=False)
+    layouts: Mapping[str, Layout] = field(default_factory=dict, repr=False)
+    resources: Mapping[str, Resources] = field(default_factory=dict, repr=False)
     diagnostics: tuple[Diagnostic, ...] = ()
-    log: str = ""
+    log: str = field(default="", repr=False)
     key: str = ""
     ms: float = 0.0
     name: str = ""

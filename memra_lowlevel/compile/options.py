@@ -25,7 +25,7 @@ class CompileOptions:
     lineinfo : bool
         Keep source lines in the cubin, for profilers and sanitizers.
     debug : bool
-        Full device debug information, no optimisation. Changes no bit of a result.
+        Full device debug information, no optimisation.
     max_registers : int or None
         Upper bound of registers per thread.
     check : bool

@@ -110,7 +110,7 @@ def jobs(archs: Sequence[str], kernels: Sequence[str] = (), *, apart: bool = Fal
     for source, names in all_names().items():
         found = parse((root / source).read_text())
         plain = [name for name, signature in found.items() if not signature.template]
-        # A plain name needs no expression, and inside extern "C" it would be refused.
+        # Plain kernels are there anyway.
         instances = tuple(n for n in names if "<" in n or "::" in n)
         if kernels and not any(k in source for k in kernels):
             instances = tuple(n for n in instances if _chosen(kernels, n, source))

@@ -7,7 +7,14 @@ import pytest
 
 @pytest.fixture(scope="session")
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+    """A fresh folder, but with the host runtime that other tests have built already."""
+    from memra_lowlevel.paths import cache_root
+
+    folder = tmp_path_factory.mktemp("cache")
+    built = cache_root() / "host"
+    built.mkdir(parents=True, exist_ok=True)
+    (folder / "host").symlink_to(built)
+    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import pytest
 from memra_lowlevel import cli
 from memra_lowlevel.compile import DEFAULT_ARCHS, compiler, cuda_src_root
 from memra_lowlevel.debug import compile_table
+from memra_lowlevel.driver.host import build
 
 KEYS = {"kernel", "arch", "registers", "spills", "local_bytes", "shared_bytes", "ms"}
 
@@ -142,8 +143,9 @@ def test_cache_command(
 ) -> None:
     monkeypatch.setenv("MEMRA_CACHE_DIR", str(tmp_path))
     compiler.clear_memory()
-    for arch in ("sm_80", "host"):
-        assert cli.main(["compile", "--arch", arch, "--kernel", "set_counters", "--json"]) == 0
+    assert cli.main(["compile", "--arch", "sm_80", "--kernel", "set_counters", "--json"]) == 0
+    library = build.publish("kernel_none", lambda out: out.write_bytes(b"no real library") and None)
+    assert library.parent == tmp_path / "host"
     capsys.readouterr()
     assert cli.main(["cache", "--json"]) == 0
     entries = json.loads(capsys.readouterr().out)["entries"]
@@ -157,6 +159,9 @@ def test_cache_command(
     assert cli.main(["cache", "verify"]) == 1
     out = capsys.readouterr().out
     assert "1 damaged" in out and f"kernels/{path.name}  DAMAGED" in out
+    library.write_bytes(library.read_bytes()[:-1])
+    assert cli.main(["cache", "verify"]) == 1
+    assert "2 damaged" in capsys.readouterr().out
     assert cli.main(["cache", "clear", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["deleted"] == len(entries)
     assert cli.main(["cache", "list", "--folder", str(tmp_path)]) == 0

@@ -11,18 +11,15 @@ import pytest
 
 from memra_lowlevel.compile import nvrtc
 from memra_lowlevel.debug import doctor
+from memra_lowlevel.debug.probes import DOORS, PROBES, Probe
 from memra_lowlevel.errors import CompilerNotFound, ToolkitMismatch
 
 PACKAGE = Path(doctor.__file__).parents[1]
 
 
-def probes() -> dict[str, doctor.Probe]:
-    return {p.name: p for p in doctor.examine().probes}
-
-
 def test_every_probe_answers() -> None:
     report = doctor.examine()
-    assert [p.name for p in report.probes] == list(doctor.PROBES)
+    assert [p.name for p in report.probes] == list(PROBES)
     for p in report.probes:
         assert p.state in ("ok", "missing", "warning") and p.found
         assert p.advice or p.state == "ok", f"{p.name} is {p.state} and says nothing of it"
@@ -41,20 +38,18 @@ def test_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert set(report) == {"device", "verdict", "fits", "probes"}
-    assert {p["name"] for p in report["probes"]} == set(doctor.PROBES)
+    assert {p["name"] for p in report["probes"]} == set(PROBES)
 
 
-def test_with_nothing_installed() -> None:
-    """A bare interpreter without site-packages: nothing of ours or others' can be imported."""
+def test_with_nothing_installed(tmp_path: Path) -> None:
+    """A bare interpreter without site-packages: no package but ours can be imported."""
+    (tmp_path / "memra_lowlevel").symlink_to(PACKAGE)
     run = subprocess.run(
-        [sys.executable, "-I", "-S", str(PACKAGE / "debug" / "doctor.py"), "--json"],
+        [sys.executable, "-S", "-m", "memra_lowlevel.debug.doctor", "--json"],
         capture_output=True,
         text=True,
-        env={
-            "PATH": os.environ["PATH"],
-            "HOME": os.environ.get("HOME", "/"),
-            "CXX": "/nowhere/cxx",
-        },
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "CXX": "/nowhere/cxx"},
     )
     assert run.returncode == 0, run.stderr
     report = json.loads(run.stdout)
@@ -67,10 +62,10 @@ def test_with_nothing_installed() -> None:
 
 
 def test_a_probe_that_fails_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> doctor.Probe:
+    def broken() -> Probe:
         raise SystemExit("boom")
 
-    monkeypatch.setitem(doctor.PROBES, "nvrtc", broken)
+    monkeypatch.setitem(PROBES, "nvrtc", broken)
     report = doctor.examine()
     by = {p.name: p for p in report.probes}
     assert by["nvrtc"].state == "missing" and "boom" in by["nvrtc"].found
@@ -101,16 +96,16 @@ def test_missing_compiler_and_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MEMRA_CACHE_DIR", str(tmp_path / "file"))
-    probe = doctor.PROBES["cache"]()
+    probe = PROBES["cache"]()
     assert probe.state == "warning" and "MEMRA_CACHE_DIR" in probe.advice
     assert probe.data["writable"] is False
 
 
 def test_doors_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMRA_KV_K", "q8_0")
-    assert "MEMRA_KV_K=q8_0" in doctor.PROBES["environment"]().found
+    assert "MEMRA_KV_K=q8_0" in PROBES["environment"]().found
     monkeypatch.setenv("MEMRA_KVK", "q8_0")
-    probe = doctor.PROBES["environment"]()
+    probe = PROBES["environment"]()
     assert probe.state == "warning" and "MEMRA_KVK" in probe.advice
 
 
@@ -123,7 +118,7 @@ def test_every_door_of_the_package_is_known() -> None:
         for name in pattern.findall(path.read_text())
         if "environ" in path.read_text() or "getenv" in path.read_text()
     }
-    assert used - set(doctor.DOORS) == set()
+    assert used - set(DOORS) == set()
 
 
 @pytest.mark.parametrize(
