@@ -98,7 +98,9 @@ def _find_compiler(cxx: str, path: str) -> Compiler:
             tried.append(f"{shlex.join(command)}: not found")
             continue
         try:
-            answer = subprocess.run([*command, "--version"], capture_output=True, timeout=60)
+            answer = subprocess.run(
+                [*command, "--version"], capture_output=True, timeout=60, env=_environment()
+            )
         except (OSError, subprocess.TimeoutExpired) as error:
             tried.append(f"{shlex.join(command)}: {error}")
             continue
@@ -213,6 +215,12 @@ def _make(path: Path, make: Callable[[Path], None]) -> None:
         fresh.unlink(missing_ok=True)
 
 
+def _environment() -> dict[str, str]:
+    environment = {**os.environ, "LC_ALL": "C"}
+    environment.pop("LD_PRELOAD", None)  # a preloaded sanitiser is meant for kernels
+    return environment
+
+
 def run_compiler(compiler: Compiler, arguments: Sequence[str]) -> str:
     """Call the compiler; returns its messages.
 
@@ -221,9 +229,8 @@ def run_compiler(compiler: Compiler, arguments: Sequence[str]) -> str:
     CompileError
         With each message of the compiler as a :class:`~memra_lowlevel.errors.Diagnostic`.
     """
-    environment = {**os.environ, "LC_ALL": "C"}
     answer = subprocess.run(
-        [*compiler.command, *arguments], capture_output=True, env=environment, check=False
+        [*compiler.command, *arguments], capture_output=True, env=_environment(), check=False
     )
     text = answer.stderr.decode(errors="replace")
     if answer.returncode != 0:
@@ -289,7 +296,7 @@ def runtime_library(check: bool = False, sanitize: Sanitizer | None = None) -> P
         "-std=gnu++17", "-O2", "-g1", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden",
         "-fno-rtti", "-fno-exceptions", "-fno-strict-aliasing", "-fcf-protection=none"
         if platform.machine() == "x86_64" else "-fno-plt",
-        *(("-fsanitize=address", "-DMEMRA_ASAN") if address else ()),
+        *(("-DMEMRA_ASAN",) if address else ()),
     ]  # fmt: skip
     key = hashlib.sha256(
         "\0".join((compiler.fingerprint, *flags)).encode() + _runtime_digest()

@@ -12,10 +12,10 @@
 
 #include "memory.cpp"
 #include "faults.cpp"
-#include "module.cpp"
 #include "scheduler.cpp"
 #include "copies.cpp"
 #include "check.cpp"
+#include "module.cpp"
 #include "undefined.cpp"
 
 namespace memra {

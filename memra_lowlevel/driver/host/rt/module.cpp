@@ -234,6 +234,7 @@ MEMRA_EXPORT Module* memra_module_load(const char* path, char* error, uint32_t n
     m->functions.push_back(std::move(f));
   }
   assign_shared(*m, symbols);
+  if (m->flags & MODULE_CHECK) memra_check_enable();
   return m.release();
 }
 

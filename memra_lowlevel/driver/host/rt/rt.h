@@ -197,6 +197,8 @@ struct Worker {
   bool async_used = false;
 
   void* main_sp = nullptr;
+  const void* main_bottom = nullptr;  // for ASan
+  size_t main_bytes = 0;
   uint8_t* stacks = nullptr;       // MAX_THREADS stacks, each above its guard page
   size_t stack_bytes = 0;
   uint32_t n_fibers = 0, n_spare = 0;

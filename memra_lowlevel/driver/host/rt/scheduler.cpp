@@ -3,8 +3,8 @@
 
 // ---- the switch ----------------------------------------------------------------------------------
 // memra_switch(save, load): push what a call must preserve, swap stack pointers, pop. Rounding modes
-// are left alone: kernels do not change them. The jump through a register (not a return) keeps the
-// processor's return predictor out of it.
+// are left alone: kernels do not change them. It ends in a plain return: threads that meet at one
+// barrier have the same chain of calls on their stacks, so the processor predicts all returns right.
 #if defined(__x86_64__)
 __asm__(
     ".text\n"
@@ -30,8 +30,7 @@ __asm__(
     "  popq %r12\n"
     "  popq %rbx\n"
     "  popq %rbp\n"
-    "  popq %rcx\n"
-    "  jmpq *%rcx\n"
+    "  ret\n"
     ".size memra_switch, .-memra_switch\n"
     ".globl memra_fiber_start\n"
     ".hidden memra_fiber_start\n"
@@ -82,7 +81,7 @@ __asm__(
     "  ldp d12, d13, [sp, #128]\n"
     "  ldp d14, d15, [sp, #144]\n"
     "  add sp, sp, #160\n"
-    "  br x30\n"
+    "  ret\n"
     ".size memra_switch, .-memra_switch\n"
     ".globl memra_fiber_start\n"
     ".hidden memra_fiber_start\n"
@@ -105,9 +104,36 @@ extern "C" void memra_switch(void** save, void* load);
 extern "C" void memra_resume();
 extern "C" void memra_fiber_start();
 
+#if defined(MEMRA_ASAN)
+extern "C" void __sanitizer_start_switch_fiber(void** save, const void* bottom, size_t n);
+extern "C" void __sanitizer_finish_switch_fiber(void* save, const void** bottom, size_t* n);
+#endif
+
 namespace memra {
 
 namespace {
+
+constexpr uint32_t MAIN = ~0u;
+
+// The switch to a fiber's stack, or to that of the launch. ASan wants to be told; `last` when the
+// running fiber will not be resumed.
+__attribute__((always_inline)) inline void go_to(Worker& w, void** save, void* load, uint32_t fiber,
+                                                 bool last = false) {
+#if defined(MEMRA_ASAN)
+  void* fake = nullptr;
+  if (fiber == MAIN) {
+    __sanitizer_start_switch_fiber(last ? nullptr : &fake, w.main_bottom, w.main_bytes);
+  } else {
+    __sanitizer_start_switch_fiber(last ? nullptr : &fake, w.stacks + fiber * w.stack_bytes,
+                                   w.stack_bytes);
+  }
+  memra_switch(save, load);
+  __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
+#else
+  (void)w, (void)fiber, (void)last;
+  memra_switch(save, load);
+#endif
+}
 
 constexpr uint32_t SPIN_BUDGET = 4096;
 constexpr uint32_t IDLE_LIMIT = 100000;
@@ -163,10 +189,10 @@ inline bool start_another(Worker& w) {
 [[noreturn]] void fail_stuck(Worker& w);
 
 // Leaves the running thread behind at `*save` and runs another; returns when it is switched back to.
-inline void switch_away(Worker& w, void** save) {
+__attribute__((always_inline)) inline void switch_away(Worker& w, void** save) {
   if (start_another(w)) {
     const uint32_t fiber = w.n_spare ? w.spare[--w.n_spare] : w.n_fibers;
-    memra_switch(save, prepare_fiber(w, fiber));
+    go_to(w, save, prepare_fiber(w, fiber), fiber);
     return;
   }
   const int next = pick_ready(w);
@@ -174,7 +200,7 @@ inline void switch_away(Worker& w, void** save) {
   w.ready.reset(uint32_t(next));
   w.threads[next].state = RUNS;
   become(w, uint32_t(next));
-  memra_switch(save, w.threads[next].sp);
+  go_to(w, save, w.threads[next].sp, w.threads[next].fiber);
 }
 
 void release_barrier(Worker& w) {
@@ -337,7 +363,7 @@ void describe_waits(Worker& w, std::string& out) {
 
 namespace {
 
-[[noreturn]] void fail_stuck(Worker& w) {
+[[noreturn]] __attribute__((noinline, cold)) void fail_stuck(Worker& w) {
   std::string waits;
   describe_waits(w, waits);
   fail(w, FAIL_DIVERGENCE, w.threads[w.current].site,
@@ -346,11 +372,35 @@ namespace {
        waits.c_str());
 }
 
+[[noreturn]] __attribute__((noinline, cold)) void fail_other_barrier(Worker& w, const Site* site) {
+  fail(w, FAIL_DIVERGENCE, site,
+       "this thread is at the __syncthreads of %s, thread %s waits at the one of %s: all threads of a "
+       "block must meet the same barrier",
+       place_of(site).c_str(), thread_name(w, w.barrier_first).c_str(),
+       place_of(w.barrier_site).c_str());
+}
+
+[[noreturn]] __attribute__((noinline, cold)) void fail_after_exit(Worker& w, const Site* site) {
+  uint32_t gone = 0;
+  while (w.threads[gone].state != EXITED) ++gone;
+  fail(w, FAIL_DIVERGENCE, site,
+       "thread %s already returned from the kernel while this thread is at __syncthreads: never return "
+       "before a barrier (strict mode)",
+       thread_name(w, gone).c_str());
+}
+
+[[noreturn]] __attribute__((noinline, cold)) void fail_other_operation(Worker& w, const Site* site,
+                                                                      const WarpSlot* slot) {
+  fail(w, FAIL_DIVERGENCE, site,
+       "lanes of mask 0x%08x met different warp operations: this one at %s, lane %d at %s", slot->mask,
+       place_of(site).c_str(), __builtin_ctz(slot->arrived), place_of(slot->site).c_str());
+}
+
 }  // namespace
 
 void leave_block(Worker& w) {
   void* unused;
-  memra_switch(&unused, w.main_sp);
+  go_to(w, &unused, w.main_sp, MAIN, true);
   __builtin_unreachable();
 }
 
@@ -456,7 +506,15 @@ bool run_block(Worker& w, const ModuleCopy& copy, uint64_t block) {
   w.failure.kind = FAIL_NONE;
   w.faulted = 0;
   const uint32_t fiber = w.n_spare ? w.spare[--w.n_spare] : w.n_fibers;
+#if defined(MEMRA_ASAN)
+  void* fake = nullptr;
+  __sanitizer_start_switch_fiber(&fake, w.stacks + fiber * w.stack_bytes, w.stack_bytes);
   memra_switch(&w.main_sp, prepare_fiber(w, fiber));
+  if (w.faulted) __sanitizer_start_switch_fiber(nullptr, w.main_bottom, w.main_bytes);
+  __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
+#else
+  memra_switch(&w.main_sp, prepare_fiber(w, fiber));
+#endif
   if (MEMRA_UNLIKELY(w.faulted)) translate_fault(w, copy);
   if (MEMRA_UNLIKELY(w.failure.kind != FAIL_NONE)) {
     clean_up(w);
@@ -488,10 +546,17 @@ using namespace memra;
 extern "C" __attribute__((used, visibility("hidden"))) void memra_fiber_main(Worker* worker,
                                                                               uintptr_t fiber) {
   Worker& w = *worker;
+#if defined(MEMRA_ASAN)
+  const void* bottom;
+  size_t n_bytes;
+  __sanitizer_finish_switch_fiber(nullptr, &bottom, &n_bytes);
+  if (w.n_started == 0) w.main_bottom = bottom, w.main_bytes = n_bytes;
+#endif
   for (;;) {
     do {
       const uint32_t thread = w.sequence[w.n_started++];
       w.threads[thread].state = RUNS;
+      w.threads[thread].fiber = uint32_t(fiber);
       become(w, thread);
       w.call(w.params);
       thread_exits(w);
@@ -499,14 +564,14 @@ extern "C" __attribute__((used, visibility("hidden"))) void memra_fiber_main(Wor
     w.spare[w.n_spare++] = uint32_t(fiber);
     void* unused;
     if (w.n_exited == w.n_threads) {
-      memra_switch(&unused, w.main_sp);
+      go_to(w, &unused, w.main_sp, MAIN, true);
     } else {
       const int next = pick_ready(w);
       if (next < 0) fail_stuck(w);
       w.ready.reset(uint32_t(next));
       w.threads[next].state = RUNS;
       become(w, uint32_t(next));
-      memra_switch(&unused, w.threads[next].sp);
+      go_to(w, &unused, w.threads[next].sp, w.threads[next].fiber, true);
     }
   }
 }
@@ -520,20 +585,9 @@ MEMRA_EXPORT int memra_sync_threads(Context* c, const Site* site, uint32_t op, i
     w.barrier_votes = 0;
     w.barrier_first = me;
   } else if (MEMRA_UNLIKELY(w.barrier_site != site)) {
-    fail(w, FAIL_DIVERGENCE, site,
-         "this thread is at the __syncthreads of %s, thread %s waits at the one of %s: all threads "
-         "of a block must meet the same barrier",
-         place_of(site).c_str(), thread_name(w, w.barrier_first).c_str(),
-         place_of(w.barrier_site).c_str());
+    fail_other_barrier(w, site);
   }
-  if (MEMRA_UNLIKELY(w.n_exited && w.launch->strict)) {
-    uint32_t gone = 0;
-    while (w.threads[gone].state != EXITED) ++gone;
-    fail(w, FAIL_DIVERGENCE, site,
-         "thread %s already returned from the kernel while this thread is at __syncthreads: never "
-         "return before a barrier (strict mode)",
-         thread_name(w, gone).c_str());
-  }
+  if (MEMRA_UNLIKELY(w.n_exited && w.launch->strict)) fail_after_exit(w, site);
   w.barrier_votes += predicate;
   if (++w.arrived == w.n_threads - w.n_exited) {
     release_barrier(w);
@@ -574,9 +628,7 @@ extern "C" __attribute__((visibility("default"))) uint8_t (*memra_warp_exchange(
     slot->site = site;
     slot->combine = combine;
   } else if (MEMRA_UNLIKELY(slot->site != site || slot->op != op)) {
-    fail(w, FAIL_DIVERGENCE, site,
-         "lanes of mask 0x%08x met different warp operations: this one at %s, lane %d at %s", mask,
-         place_of(site).c_str(), __builtin_ctz(slot->arrived), place_of(slot->site).c_str());
+    fail_other_operation(w, site, slot);
   }
   auto cells = slot->cells[slot->phase];
   if (MEMRA_LIKELY(n == 4)) memcpy(cells[me & 31], value, 4);
