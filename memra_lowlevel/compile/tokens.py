@@ -28,6 +28,8 @@ _TOKEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _SPLICED_WORD = re.compile(r"(?:[A-Za-z_]|\\\r?\n)+")
+_MAYBE = re.compile(r"#[^\n]*?(?:include|import)")
+_ODD = re.compile(r"#[ \t]*\\\r?\n|[a-z]\\\r?\n[a-z]|#\s*/\*")  # over several lines
 _HEADER_NAME = re.compile(r'"(?P<quote>[^"\n]*)"|<(?P<angle>[^>\n]*)>')
 
 
@@ -91,8 +93,14 @@ def tokens(text: str) -> Iterator[Token]:
 
 def includes(text: str) -> Iterator[Include]:
     """Yield every ``#include`` of ``text`` in order, those under conditions too."""
+    # Includes stand at the top: nothing behind the last line that spells one can be one.
+    last = max((m.start() for m in _MAYBE.finditer(text)), default=-1)
+    if _ODD.search(text):
+        last = len(text)
     depth = 0
     for token in tokens(text):
+        if token.start > last:
+            return
         if token.kind != "directive":
             continue
         word, at = _directive_word(token.text)

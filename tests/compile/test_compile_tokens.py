@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from memra_lowlevel.compile.tokens import includes, tokens
 
 
@@ -70,8 +72,13 @@ def test_includes_are_found_where_they_are_and_nowhere_else() -> None:
     assert text[spaced.start : spaced.end] == "spaced.h" and spaced.line == 8
 
 
-def test_a_continued_directive_word_is_seen() -> None:
-    assert [i.name for i in includes('#inc\\\nlude "c.h"')] == ["c.h"]
+@pytest.mark.parametrize(
+    "text",
+    ['#inc\\\nlude "c.h"', '# \\\n include "c.h"', '#/*\n*/include "c.h"', '#\tinclude"c.h"//x'],
+)
+def test_directives_over_several_lines_are_seen(text: str) -> None:
+    assert [i.name for i in includes(text)] == ["c.h"]
+    assert [i.name for i in includes(f"int a;\n{text}\nint important;\n")] == ["c.h"]
 
 
 def test_unterminated_things_end() -> None:
