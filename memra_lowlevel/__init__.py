@@ -7,6 +7,7 @@ and takes a few milliseconds.
 
 from __future__ import annotations
 
+import os.path
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
     from .runtime.launch import launch
 
 __version__ = "0.1.0"
+
+# In a checkout the examples lie beside the package; an installed package holds them.
+_checkout = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+if os.path.isfile(os.path.join(_checkout, "examples", "smollm2", "model.py")):
+    __path__.append(_checkout)
 
 __all__ = [
     "Arena",
