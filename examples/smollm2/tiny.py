@@ -1,7 +1,8 @@
 """A small Llama made up from a seed: for tests and for machines without a network.
 
-It babbles, but deterministically, and it has every part of a real one. Its later layers change the
-residual stream less than its first ones, so that leaving early guesses right often, not always.
+It babbles, but deterministically, and it has every part of a real one. Its last layers change the
+residual stream less than its first ones, so that leaving early guesses right often, not always; its
+output layer is not the embedding table, which would make it repeat its last token for ever.
 """
 
 from __future__ import annotations
@@ -26,15 +27,17 @@ TINY = Config(
 
 
 def tiny_weights(seed: int = 7) -> Weights:
-    """Random weights: matrices as q4_1 codes, the table as q8_0, norms as f32."""
+    """Random weights: matrices as q4_1 codes, the two tables as q8_0, norms as f32."""
     random = np.random.default_rng(seed)
+    shapes = required_shapes(TINY)
     tensors = {}
-    for name, shape in required_shapes(TINY).items():
+    for name, shape in {**shapes, "output.weight": shapes["token_embd.weight"]}.items():
         if len(shape) == 1:
             rows = random.uniform(0.8, 1.2, shape).astype(np.float32)
             tensors[name] = Tensor(name, "f32", shape, rows)
-        elif name == "token_embd.weight":
-            tensors[name] = Tensor(name, "q8_0", shape, _q8_0(random, shape, spread=0.02))
+        elif name in ("token_embd.weight", "output.weight"):
+            spread = 0.02 if name == "token_embd.weight" else 0.125
+            tensors[name] = Tensor(name, "q8_0", shape, _q8_0(random, shape, spread))
         else:
             spread = _gain(name) / np.sqrt(shape[1])
             tensors[name] = Tensor(name, "q4_1", shape, _q4_1(random, shape, spread))
@@ -44,7 +47,7 @@ def tiny_weights(seed: int = 7) -> Weights:
 def _gain(name: str) -> float:
     layer = int(name.split(".")[1])
     if name.endswith(("attn_output.weight", "ffn_down.weight")):
-        return (0.06, 0.05, 0.012, 0.012)[layer]
+        return (0.1, 0.1, 0.02, 0.02)[layer]
     return 1.0
 
 

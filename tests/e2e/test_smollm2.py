@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import numpy_llama
 import pytest
+
 from memra_lowlevel.examples.smollm2 import GreedyStep, Model, Session
 from memra_lowlevel.examples.smollm2.fetch import smollm2_path
 from memra_lowlevel.examples.smollm2.tokenizer import BpeTokenizer

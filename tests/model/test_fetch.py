@@ -7,9 +7,9 @@ import sys
 import zipfile
 
 import pytest
-from memra_lowlevel.examples.smollm2 import fetch
 
 from memra_lowlevel.errors import ModelError
+from memra_lowlevel.examples.smollm2 import fetch
 
 CONTENT = bytes(range(256)) * 5000
 

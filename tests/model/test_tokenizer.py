@@ -1,9 +1,9 @@
 """Byte-level BPE on a small vocabulary, byte tokens, streams, chat; SmolLM2's own is in e2e."""
 
 import pytest
-from memra_lowlevel.examples.smollm2.tokenizer import BpeTokenizer, ByteTokenizer, _byte_alphabet
 
 from memra_lowlevel.errors import ModelError, TokenError
+from memra_lowlevel.examples.smollm2.tokenizer import BpeTokenizer, ByteTokenizer, _byte_alphabet
 
 TEMPLATE = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
