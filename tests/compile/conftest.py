@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from memra_lowlevel.compile import KernelCache, compiler
+from memra_lowlevel.paths import cache_root
 
 SAMPLE = """
 #define NULLABLE
@@ -27,7 +28,12 @@ def sample() -> str:
 
 @pytest.fixture(scope="session")
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+    """A fresh folder, but with the host runtime that other tests have built already."""
+    folder = tmp_path_factory.mktemp("cache")
+    built = cache_root() / "host"
+    built.mkdir(parents=True, exist_ok=True)
+    (folder / "host").symlink_to(built)
+    return folder
 
 
 @pytest.fixture(autouse=True)
