@@ -171,7 +171,7 @@ class DeviceCounter:
         """
         capture = capture_of(stream)
         if capture is not None:
-            capture.note_advance(self, n, max(0, n), at_most=at_most)
+            capture.note_advance(self, n, at_most=at_most)
             return
         effect = Effect(self)
         effect.note_advance(n, n if at_most is None else at_most, 0)

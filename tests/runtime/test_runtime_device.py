@@ -165,7 +165,7 @@ class _stream:
     def __init__(self, device: Device) -> None:
         self.s = device.stream(name="scoped")
 
-    def __enter__(self):  # noqa: ANN204
+    def __enter__(self):
         return self.s
 
     def __exit__(self, *exc: object) -> None:

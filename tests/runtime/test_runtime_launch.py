@@ -394,6 +394,6 @@ def test_closed_modules_drop_their_kernels(device: Device, stream: Stream) -> No
         lambda: prepared.launch(stream),
         lambda: module.kernel("one"),
     ):
-        with pytest.raises(errors.ClosedError, match="one.cu"):
+        with pytest.raises(errors.ClosedError, match=r"one\.cu"):
             act()
     out.close()

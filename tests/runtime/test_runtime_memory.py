@@ -244,7 +244,7 @@ def test_arena_slices(device: Device, stream: Stream) -> None:
         assert [name for name, _, _ in arena.layout()] == ["a", "b"]
         assert arena.slice_name(b.ptr + 8) == "b" and arena.slice_name(b.ptr + 4096) == ""
         used = arena.used_bytes
-        with pytest.raises(errors.OutOfMemory, match="plan.*c"):
+        with pytest.raises(errors.OutOfMemory, match=r"plan.*c"):
             arena.take(4096, np.uint8, name="c")
         assert arena.used_bytes == used
         with pytest.raises(errors.ArgumentError, match="alignment 3"):
