@@ -92,7 +92,14 @@ class DriverBase:
 
     # -- errors --------------------------------------------------------------------------------
     def _error(
-        self, result: str, call: str, detail: str = "", *, stream: int = 0, kernel: int = 0
+        self,
+        result: str,
+        call: str,
+        detail: str = "",
+        *,
+        remedy: str = "",
+        stream: int = 0,
+        kernel: int = 0,
     ) -> MemraError:
         """Make the exception for a result; knows the stream, the kernel and a capture's cause."""
         if explain.is_capture_result(result):
@@ -105,6 +112,7 @@ class DriverBase:
             result,
             call,
             detail,
+            remedy=remedy,
             stream=self.handle_name(stream) if stream else None,
             kernel=self.handle_name(kernel) if kernel else None,
             where=caller(),

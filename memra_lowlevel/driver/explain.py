@@ -385,6 +385,7 @@ def make_error(
     call: str,
     detail: str = "",
     *,
+    remedy: str = "",
     stream: str | None = None,
     kernel: str | None = None,
     where: str = "",
@@ -399,7 +400,9 @@ def make_error(
     result, call : str
         Name of the result and of the driver call.
     detail : str
-        What is known beyond the result, as a clause.
+        What is known beyond the result, as a clause; it then stands for the likely cause.
+    remedy : str
+        What to do here, instead of the general remedy.
     stream, kernel : str or None
         Names.
     where : str
@@ -426,7 +429,7 @@ def make_error(
         text += f". First cause: {cause}"
     elif e.cause and not detail:
         text += f". Likely cause: {e.cause}"
-    text += f". What to do: {e.remedy}."
+    text += f". What to do: {remedy or e.remedy}."
     cls = e.error
     if issubclass(cls, DriverError):
         return cls(

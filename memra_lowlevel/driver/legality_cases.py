@@ -120,6 +120,11 @@ def _try(action: Callable[[], object]) -> str:
     return "CUDA_ERROR_NOT_READY" if value is False else OK
 
 
+def _release(env: Env, kind: str, free: Callable[[int], None]) -> None:
+    free(env.spare[kind][-1])
+    env.spare[kind].pop()  # only if it went well
+
+
 Action = Callable[[Env], object]
 Situation = Literal["named", "nearby"]
 
@@ -128,16 +133,16 @@ def _nearby_actions() -> dict[str, Action]:
     """Return the calls that name nothing captured."""
     return {
         "cuMemAlloc": lambda e: e.spare["memory"].append(e.d.cuMemAlloc(_N)),
-        "cuMemFree": lambda e: e.d.cuMemFree(e.spare["memory"].pop()),
+        "cuMemFree": lambda e: _release(e, "memory", e.d.cuMemFree),
         "cuMemHostAlloc": lambda e: e.spare["pinned"].append(e.d.cuMemHostAlloc(_N)),
-        "cuMemFreeHost": lambda e: e.d.cuMemFreeHost(e.spare["pinned"].pop()),
+        "cuMemFreeHost": lambda e: _release(e, "pinned", e.d.cuMemFreeHost),
         "cuMemcpyHtoD": lambda e: e.d.cuMemcpyHtoD(e.q, ctypes.addressof(e.pageable), _N),
         "cuMemcpyDtoH": lambda e: e.d.cuMemcpyDtoH(ctypes.addressof(e.pageable), e.q, _N),
         "cuMemGetInfo": lambda e: e.d.cuMemGetInfo(),
         "cuMemPoolTrimTo": lambda e: e.d.cuMemPoolTrimTo(e.d.cuDeviceGet(0), 0),
         "cuMemPoolGetUsage": lambda e: e.d.cuMemPoolGetUsage(e.d.cuDeviceGet(0)),
         "cuMemAllocAsync": lambda e: e.spare["pool"].append(e.d.cuMemAllocAsync(_N, e.t)),
-        "cuMemFreeAsync": lambda e: e.d.cuMemFreeAsync(e.spare["pool"].pop(), e.t),
+        "cuMemFreeAsync": lambda e: _release(e, "pool", lambda x: e.d.cuMemFreeAsync(x, e.t)),
         "cuMemsetD32Async": lambda e: e.d.cuMemsetD32Async(e.q, 3, _N // 4, e.t),
         "cuMemcpyHtoDAsync": lambda e: e.d.cuMemcpyHtoDAsync(e.q, e.h, _N, e.t),
         "cuMemcpyDtoHAsync": lambda e: e.d.cuMemcpyDtoHAsync(e.h, e.q, _N, e.t),
@@ -150,21 +155,21 @@ def _nearby_actions() -> dict[str, Action]:
         "cuEventRecord": lambda e: e.d.cuEventRecord(e.never, e.t),
         "cuStreamWaitEvent": lambda e: e.d.cuStreamWaitEvent(e.t, e.done0),
         "cuModuleLoadData": lambda e: e.spare["module"].append(e.d.cuModuleLoadData(e.image)),
-        "cuModuleUnload": lambda e: e.d.cuModuleUnload(e.spare["module"].pop()),
+        "cuModuleUnload": lambda e: _release(e, "module", e.d.cuModuleUnload),
         "cuFuncGetParamInfo": lambda e: e.d.cuFuncGetParamInfo(e.func, 0),
         "cuLaunchKernel": lambda e: e.d.cuLaunchKernel(e.func, _ONE, _ONE, 0, e.t, 0),
         "cuStreamCreateWithPriority": lambda e: e.spare["stream"].append(
             e.d.cuStreamCreateWithPriority(1, 0)
         ),
-        "cuStreamDestroy": lambda e: e.d.cuStreamDestroy(e.spare["stream"].pop()),
+        "cuStreamDestroy": lambda e: _release(e, "stream", e.d.cuStreamDestroy),
         "cuEventCreate": lambda e: e.spare["event"].append(e.d.cuEventCreate(0)),
-        "cuEventDestroy": lambda e: e.d.cuEventDestroy(e.spare["event"].pop()),
+        "cuEventDestroy": lambda e: _release(e, "event", e.d.cuEventDestroy),
         "cuCtxSetCurrent": lambda e: e.d.cuCtxSetCurrent(e.ctx),
         "cuDeviceGetAttribute": lambda e: e.d.cuDeviceGetAttribute(_WARP, e.d.cuDeviceGet(0)),
         "cuGraphCreate": lambda e: e.spare["graph"].append(e.d.cuGraphCreate()),
-        "cuGraphDestroy": lambda e: e.d.cuGraphDestroy(e.spare["graph"].pop()),
+        "cuGraphDestroy": lambda e: _release(e, "graph", e.d.cuGraphDestroy),
         "cuGraphInstantiate": lambda e: e.spare["exec"].append(e.d.cuGraphInstantiate(e.graph, 0)),
-        "cuGraphExecDestroy": lambda e: e.d.cuGraphExecDestroy(e.spare["exec"].pop()),
+        "cuGraphExecDestroy": lambda e: _release(e, "exec", e.d.cuGraphExecDestroy),
         "cuGraphExecUpdate": lambda e: e.d.cuGraphExecUpdate(e.exec, e.graph2),
         "cuGraphExecMemsetNodeSetParams": lambda e: e.d.cuGraphExecMemsetNodeSetParams(
             e.exec, e.node, MemsetNodeParams(e.p, 7, 4, _N // 4), e.ctx

@@ -111,7 +111,7 @@ class HostGraphs(HostModules):
 
     def _forget(self, graph: HostGraph) -> None:
         for node in graph.nodes:
-            self._nodes.pop(node.handle, None)
+            self._drop_node(node)
             if isinstance(node.work, ChildWork):
                 self._forget(node.work.graph)
         self._graphs.pop(graph.handle, None)

@@ -16,7 +16,7 @@ from .options import current_options
 from .schedule import Work
 from .state import HostContext, HostState, HostStream
 
-__all__ = ["Allocation", "CopyWork", "HostMemory", "SetWork"]
+__all__ = ["Allocation", "CopyWork", "HostMemory", "PoolWork", "SetWork"]
 
 
 @dataclass(eq=False)
@@ -30,6 +30,7 @@ class Allocation:
     live: bool = True
     stream: int = 0
     generation: int = 0
+    holders: int = 0  # graph nodes that allocate it
 
 
 class _Side:
@@ -106,17 +107,17 @@ class SetWork:
             ctypes.memmove(p.dst, pattern * p.n_elements, n)
 
 
-class _PoolWork:
+class PoolWork:
     """Give a pool block to its new owner (poisoned), or take it back, in stream order."""
 
     def __init__(self, memory: HostMemory, block: Allocation, take: bool):
-        self._memory, self.block, self._take = memory, block, take
+        self._memory, self.block, self.take = memory, block, take
         self._generation = block.generation
         self.label = "pool allocation" if take else "pool release"
         self.node_type = NodeType.MEM_ALLOC if take else NodeType.MEM_FREE
 
     def run(self) -> None:
-        if self._take:
+        if self.take:
             self.block.live = True
             ctypes.memset(self.block.ptr, 0xFF, self.block.n_bytes)
         else:
@@ -249,7 +250,7 @@ class HostMemory(HostState):
             block = self._map("cuMemAllocAsync", st.ctx, n_bytes, "pool")
             block.live = False
         block.stream = stream
-        self._submit("cuMemAllocAsync", st, _PoolWork(self, block, True))
+        self._submit("cuMemAllocAsync", st, PoolWork(self, block, True))
         return block.ptr
 
     @driver_call
@@ -261,7 +262,7 @@ class HostMemory(HostState):
                 "CUDA_ERROR_INVALID_VALUE", "cuMemFreeAsync", f"{ptr:#x} is no live pool block"
             )
         block.generation += 1
-        self._submit("cuMemFreeAsync", st, _PoolWork(self, block, False), always=True)
+        self._submit("cuMemFreeAsync", st, PoolWork(self, block, False), always=True)
         if st.capture is None:
             block.stream = stream
             self._releasing[ptr] = block
@@ -287,6 +288,11 @@ class HostMemory(HostState):
             self._unmap(block)
         else:
             self._idle.append(block)
+
+    def _release_graph_block(self, block: Allocation) -> None:
+        """Unmap a block whose last graph is gone, after the work that may still use it."""
+        self._finish_device(block.ctx.device)
+        self._unmap(block)
 
     def _trim(self, device: int, keep_bytes: int) -> None:
         kept = 0

@@ -130,12 +130,27 @@ class Schedule:
         if order == "reverse":
             return lambda: max(range(len(ready)), key=lambda i: ready[i].seq)
         # Uniform choices alone hardly ever starve a stream for long, which is what it takes to
-        # find a missing edge behind a long chain; so some drains run depth or breadth first.
-        style = rng.randrange(4)
+        # find a missing edge behind a long chain; so some drains run depth or breadth first, and
+        # some prefer streams.
+        style = rng.randrange(5)
         if style == 0:
             return lambda: len(ready) - 1
         if style == 1:
             return lambda: 0
+        if style == 2:
+            liking: dict[int, float] = {}
+
+            def favourite() -> int:
+                best, at = -1.0, 0
+                for i, op in enumerate(ready):
+                    like = liking.get(op.stream)
+                    if like is None:
+                        like = liking[op.stream] = rng.random()
+                    if like > best:
+                        best, at = like, i
+                return at
+
+            return favourite
         return lambda: int(rng.random() * len(ready))
 
     def _execute(self, op: Op) -> None:

@@ -203,8 +203,9 @@ class HostState(DriverBase):
         if answer.invalidates:
             self._invalidate(captures, call, result)
         r = legality.rule(call)
-        detail = f"{r.why}; {r.remedy}" if r.why and result != legality.INVALIDATED else ""
-        raise self._error(result, call, detail, stream=stream)
+        if result == legality.INVALIDATED:
+            raise self._error(result, call, stream=stream)
+        raise self._error(result, call, r.why, remedy=r.remedy, stream=stream)
 
     # -- synchronisation -----------------------------------------------------------------------
     def _raise_errors(self, device: int, call: str) -> None:

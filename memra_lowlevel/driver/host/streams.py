@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from .. import legality
 from ..calls import driver_call
 from ..table import CaptureInfo, CaptureMode, CaptureStatus, NodeType
-from .memory import HostMemory
+from .memory import HostMemory, PoolWork
 from .schedule import Op, Work
 from .state import Capture, HostContext, HostEvent, HostGraph, HostNode, HostStream
 
@@ -81,7 +81,18 @@ class HostStreams(HostMemory):
         node = HostNode(self._new_handle(), graph, work, list(dict.fromkeys(deps)))
         graph.nodes.append(node)
         self._nodes[node.handle] = node
+        if isinstance(work, PoolWork) and work.take:
+            work.block.holders += 1
         return node
+
+    def _drop_node(self, node: HostNode) -> None:
+        """Forget a node; memory that only it allocated goes with it."""
+        self._nodes.pop(node.handle, None)
+        self._names.pop(node.handle, None)
+        if isinstance(node.work, PoolWork) and node.work.take:
+            node.work.block.holders -= 1
+            if node.work.block.holders == 0:
+                self._release_graph_block(node.work.block)
 
     def _new_graph(self) -> HostGraph:
         graph = HostGraph(self._new_handle())
@@ -345,7 +356,7 @@ class HostStreams(HostMemory):
     def _drop_capture(self, capture: Capture) -> None:
         self._end(capture)
         for node in capture.graph.nodes:
-            self._nodes.pop(node.handle, None)
+            self._drop_node(node)
         self._graphs.pop(capture.graph.handle, None)
 
     @driver_call
