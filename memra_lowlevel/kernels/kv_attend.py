@@ -53,8 +53,7 @@ registry.register(
                 "k_format": "Q8_0", "v_format": "Q5_1",
                 "head_dim": d, "head_dim_v": d, "queries": queries,
             }
-            for d in (64, 96, 128, 256)
-            for queries in (4, 16)
+            for d, queries in ((64, 4), (64, 16), (96, 4), (128, 4), (128, 16), (256, 4))
         ),
         oracle="memra_lowlevel.reference.attend:attend",
         tolerance=Tolerance(

@@ -1,0 +1,83 @@
+"""The registry, and what NVRTC makes of every ahead-of-time instance on every architecture."""
+
+import importlib
+
+import numpy as np
+import pytest
+
+from memra_lowlevel import errors
+from memra_lowlevel.compile import DEFAULT_ARCHS
+from memra_lowlevel.kernels import registry
+from memra_lowlevel.kernels.registry import KernelSpec, Tolerance
+
+KV = ("add_counters", "append_kv", "attend_combine", "attend_partial", "set_counters")
+
+
+def test_every_spec_is_complete():
+    specs = registry.all_specs()
+    assert {s.name for s in specs} >= set(KV)
+    for s in specs:
+        assert s.tolerance.reason and s.edges and s.numeric_class
+        assert (s.tolerance.kind == "bitwise") == (s.tolerance.value == 0)
+        module, _, function = s.oracle.partition(":")
+        assert callable(getattr(importlib.import_module(module), function)), s.name
+        assert len(set(s.expressions)) == len(s.instances) >= 1
+
+
+@pytest.mark.parametrize("arch", DEFAULT_ARCHS)
+def test_every_instance_compiles_and_hot_kernels_do_not_spill(arch):
+    specs = [registry.spec(name) for name in KV]
+    images = registry.images(arch, specs)
+    for s in specs:
+        image = images[s.source]
+        for expression in s.expressions:
+            used = image.resources[image.entries[expression]]
+            assert used.registers > 0
+            if s.hot:
+                assert (used.spills_bytes, used.local_bytes) == (0, 0), (expression, used)
+
+
+def test_instances_are_named_by_their_fields():
+    s = registry.spec("append_kv")
+    assert s.expression(k_format="F16", v_format="Q4_0") == "append_kv<F16, Q4_0>"
+    for bad in ({}, {"k_format": "F16"}, {"k_format": "F16", "v_format": "F16", "d": 1}):
+        with pytest.raises(errors.ArgumentError, match="k_format, v_format"):
+            s.expression(**bad)
+    with pytest.raises(errors.ArgumentError, match="append_kv"):
+        registry.spec("no_such_kernel")
+
+
+def test_a_name_is_registered_once():
+    s = registry.spec("set_counters")
+    registry.register(s)
+    other = KernelSpec(
+        name=s.name, source="elsewhere.cu", entry=s.entry, oracle=s.oracle,
+        tolerance=Tolerance("bitwise", 0.0, "x"),
+    )  # fmt: skip
+    with pytest.raises(errors.ArgumentError, match="two different kernels"):
+        registry.register(other)
+
+
+def test_kernels_are_loaded_once_per_device(device):
+    first = registry.kernel(device, "set_counters")
+    again, other = registry.kernels(device, [("set_counters", {}), ("add_counters", {})])
+    assert first is again and other is not first
+    assert [p.name for p in first.params] == ["counters", "n_counters", "value"]
+    assert np.dtype(first.params[0].dtype) == np.int32
+
+
+def test_loading_is_refused_under_capture_and_works_before(device, stream):
+    from memra_lowlevel.formats import BF16, F32
+    from memra_lowlevel.kernels import counters, kv_append
+
+    counters.prepare(device)
+    block = device.zeros(4, np.int32, stream)
+    with pytest.raises(errors.CaptureForbidden), stream.capture("late"):
+        kv_append.prepare(device, F32, BF16)
+    with stream.capture("early") as graph:
+        counters.add_counters(stream, block, 3)
+    step = graph.instantiate()
+    step.launch(stream)
+    step.launch(stream)
+    assert (block.to_numpy(stream) == 6).all()
+    step.close()
