@@ -6,11 +6,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from memra_lowlevel.compile import nvrtc
-from memra_lowlevel.debug import doctor
+from memra_lowlevel.debug import doctor, probes
 from memra_lowlevel.debug.probes import DOORS, PROBES, Probe
 from memra_lowlevel.errors import CompilerNotFound, ToolkitMismatch
 
@@ -146,3 +147,60 @@ def test_verdict(
 ) -> None:
     answer, text = doctor.verdict(driver, nvrtc, bindings)
     assert answer is fits and words in text and "\n" not in text
+
+
+class StubCuda:
+    """The few entry points of libcuda that the probes call, with two devices behind them."""
+
+    def __init__(self, init: int = 0, count: int = 2):
+        self.init, self.count = init, count
+
+    def cuInit(self, flags: int) -> int:
+        return self.init
+
+    def cuDriverGetVersion(self, out: Any) -> int:
+        out._obj.value = 12080
+        return 0
+
+    def cuDeviceGetCount(self, out: Any) -> int:
+        out._obj.value = self.count
+        return 0
+
+    def cuDeviceGet(self, out: Any, ordinal: int) -> int:
+        out._obj.value = ordinal
+        return 0
+
+    def cuDeviceGetName(self, buffer: Any, size: int, device: Any) -> int:
+        buffer.value = b"NVIDIA H200"
+        return 0
+
+    def cuDeviceTotalMem_v2(self, out: Any, device: Any) -> int:
+        out._obj.value = 139 << 30
+        return 0
+
+    def cuDeviceGetAttribute(self, out: Any, attribute: int, device: Any) -> int:
+        out._obj.value = {75: 9, 76: 0}[attribute]
+        return 0
+
+
+def test_driver_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "_libcuda", StubCuda)
+    report = doctor.examine()
+    by = {p.name: p for p in report.probes}
+    assert by["driver"].data["version"] == "12.8"
+    assert by["devices"].found.startswith("cuda:0 NVIDIA H200 sm_90 139 GiB; cuda:1 ")
+    assert report.device == "cuda:0 (NVIDIA H200)"
+    assert report.verdict.startswith("driver 12.8, NVRTC ")
+
+
+@pytest.mark.parametrize(
+    ("init", "words"), [(100, "CUDA_VISIBLE_DEVICES"), (803, "reboot"), (999, "cuInit answers 999")]
+)
+def test_a_driver_that_refuses(init: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "_libcuda", lambda: StubCuda(init))
+    probe = PROBES["devices"]()
+    assert probe.state == "missing" and words in probe.advice and "host device" in probe.advice
+    monkeypatch.setattr(probes, "_libcuda", lambda: StubCuda(0, 0))
+    assert "sees no device" in PROBES["devices"]().advice
+    monkeypatch.setattr(probes, "_libcuda", lambda: None)
+    assert PROBES["driver"]().state == PROBES["devices"]().state == "missing"
