@@ -17,7 +17,7 @@
 // The bound on registers keeps the compiler from fetching the activations of all rows at once, which
 // spilled.
 template <class Tile, int R>
-__global__ void __launch_bounds__(128, 4)
+__global__ void __launch_bounds__(128, R == 1 ? 3 : 4)
     matmul_rows(const uint8_t* __restrict__ w, const float* __restrict__ x,
                 float* __restrict__ parts, int32_t n_rows, int32_t n_out, int32_t n_blocks,
                 int32_t chunk_blocks, int32_t parts_width) {
