@@ -164,6 +164,9 @@ class NystromState:
         KvStateError
             If an input or a logit is not finite; the state is unchanged then.
         """
+        q = array_in(q, "q", self.n_heads * self.d).reshape(self.n_heads, self.d)
+        k = array_in(k, "k", self.groups * self.d).reshape(self.groups, self.d)
+        v = array_in(v, "v", self.groups * self.dv).reshape(self.groups, self.dv)
         if self.exact_only and self.win_len == self.w:
             self._grow()
         out = np.empty((self.n_heads, self.dv), np.float32)
@@ -220,18 +223,20 @@ class NystromState:
         kl = np.stack([k[:, a:b].mean(axis=1, dtype=np.float64) for a, b in parts], axis=1)
         ql = np.stack([q[:, a:b].mean(axis=1, dtype=np.float64) for a, b in parts], axis=1)
         self.kl[...], self.ql[...] = kl, ql
+        if not (np.isfinite(kl).all() and np.isfinite(ql).all()):
+            raise KvStateError("a key or a query of the prompt is not finite")
         for h in range(self.n_heads):
             logits = ql[h] @ kl[h // self.hpk].T / np.sqrt(float(self.d))
             self.shift[h] = logits.max()
             self.pinv[h] = pinv_ridge(np.exp(logits - float(self.shift[h])))[0]
         for made in (self.kl, self.ql, self.shift, self.pinv):
             if not np.isfinite(made).all():
-                raise KvStateError("o1_seal: the landmarks of this prompt are not finite")
+                raise KvStateError("the landmarks of this prompt overflow float32")
 
     def _replay(self, k: F32, v: F32) -> None:
         ok = loops.nystrom_replay(self, np.ascontiguousarray(k), np.ascontiguousarray(v))
         if not (ok and np.isfinite(k).all() and np.isfinite(v).all()):
-            raise KvStateError("o1_seal: a key, a value or a landmark logit is not finite")
+            raise KvStateError("a key, a value or a landmark logit is not finite")
         self._advance(k.shape[1])
 
     def _advance(self, n: int) -> None:

@@ -176,9 +176,9 @@ class O1Methods(LayerBase):
         nh, nkv, hd = count(num_heads, "num_heads", 1), self._nkv, self._hd
         if nh != state.n_heads:
             raise KvShapeError(f"num_heads: {nh}, but the layer was sealed with {state.n_heads}")
-        q = array_in(q_all, "q_all", nh * hd).reshape(nh, hd)
-        k = array_in(k_new, "k_new", nkv * hd).reshape(nkv, hd)
-        v = array_in(v_new, "v_new", nkv * hd).reshape(nkv, hd)
+        q = array_in(q_all, "q_all", nh * hd)
+        k = array_in(k_new, "k_new", nkv * hd)
+        v = array_in(v_new, "v_new", nkv * hd)
         out = state.step(q, k, v)
         self._seq_len += 1
         return out.reshape(-1)
