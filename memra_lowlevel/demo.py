@@ -17,7 +17,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .cache import Cache, KvCache, LayerPlan, ModelPlan, StreamKvDev
+from .cache import (
+    PRIME_CHUNK_MAX_TOKENS,
+    SWA_REWIND_SLACK_ROWS,
+    Cache,
+    LayerPlan,
+    ModelPlan,
+    SlidingKvCache,
+)
 from .errors import MemraError, ModelError
 from .runtime import Device, Stream
 from .speculative import (
@@ -51,6 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="early-exit, early-exit:LAYERS, or ngram (default: early-exit)",
     )
+    add("--window", type=_positive, metavar="W", help="attend the newest W rows only, in a ring")
+    add("--ring-chunk", type=_positive, metavar="C", help="rows of the ring for one append (4096)")
+    add("--ring-slack", type=int, metavar="S", help="rows of the ring kept for rewinds (512)")
     add("--chat", action="store_true", help="apply the model's chat template")
     add("--json", action="store_true", help="print one JSON object and nothing else")
 
@@ -120,6 +130,7 @@ class _Demo:
         self.meter = CallMeter(device.driver)
         self.quiet = bool(args.json)
         self.closers: list[Callable[[], None]] = []
+        self.plane_bytes: dict[str, int] = {}
 
     def run(self) -> dict[str, Any]:
         args, stream = self.args, self.stream
@@ -131,6 +142,7 @@ class _Demo:
             raise ModelError("the prompt has no tokens; give --prompt at least one character")
         self.k = args.draft_len
         self.max_ctx = len(prompt) + args.tokens + self.k + 2
+        self._choose_ring()
         if self.max_ctx > config.max_ctx:
             raise ModelError(
                 f"{len(prompt)} prompt tokens, {args.tokens} new ones and {self.k} drafts do not "
@@ -143,9 +155,24 @@ class _Demo:
         plain = self._plain(prompt)
         return self._report(plain, speculative, rounds)
 
+    def _choose_ring(self) -> None:
+        args = self.args
+        self.ring = args.window is not None
+        if not self.ring and (args.ring_chunk is not None or args.ring_slack is not None):
+            raise MemraError("--ring-chunk and --ring-slack belong to --window; give it too")
+        self.ring_chunk = args.ring_chunk or PRIME_CHUNK_MAX_TOKENS
+        self.ring_slack = SWA_REWIND_SLACK_ROWS if args.ring_slack is None else args.ring_slack
+        if self.ring_slack < 0 or self.ring_chunk < self.k + 1:
+            raise MemraError(
+                f"a ring with --ring-chunk {self.ring_chunk} and --ring-slack {self.ring_slack} "
+                f"cannot take the {self.k + 1} rows of a verify step; the chunk must be at least "
+                "that and the slack not negative"
+            )
+        self.rows = min(16, self.ring_chunk)
+
     # -- the two generations ----------------------------------------------------------------------
     def _plain(self, prompt: Sequence[int]) -> _Run:
-        session = self._session("plain", rows=16)
+        session = self._session("plain", 16, ring=False)
         out = _Run()
         with self.meter("plain"):
             out.tokens = self.smollm2.generate_greedy(
@@ -157,7 +184,7 @@ class _Demo:
 
     def _speculate(self, prompt: Sequence[int]) -> tuple[_Run, SpecRound]:
         stream, model = self.stream, self.model
-        session = self._session("target", rows=max(16, self.k + 1))
+        session = self._session("target", max(self.rows, self.k + 1), ring=self.ring)
         drafter = self._drafter(prompt)
         with self.meter("prime"):
             session.prime(stream, prompt[:-1])
@@ -184,16 +211,24 @@ class _Demo:
         return out, rounds
 
     # -- what they are made of --------------------------------------------------------------------
-    def _planes(self, name: str, n_layers: int) -> Cache:
-        config = self.model.config
-        layer = LayerPlan(KvCache(), config.kv_dim, config.kv_dim, config.head_dim, config.head_dim)
-        plan = ModelPlan((layer,) * n_layers)
-        cache = Cache.new(StreamKvDev(self.device, self.stream), plan, self.max_ctx, name=name)
+    def _planes(self, name: str, n_layers: int, *, ring: bool) -> Cache:
+        args, layers = self.args, self.model.config.plan.layers[:n_layers]
+        if args.window is not None:
+            sliding = SlidingKvCache(args.window)
+            layers = tuple(
+                LayerPlan(sliding, p.kv_dim_k, p.kv_dim_v, p.head_dim_k, p.head_dim_v)
+                for p in layers
+            )
+        cache = Cache(
+            self.device, self.stream, ModelPlan(layers), self.max_ctx, ring=ring,
+            ring_chunk=self.ring_chunk, ring_slack=self.ring_slack, name=name,
+        )  # fmt: skip
         self.closers.append(cache.close)
+        self.plane_bytes[name] = cache.describe()["bytes"]
         return cache
 
-    def _session(self, name: str, rows: int) -> Any:
-        planes = self._planes(name, self.model.config.n_layers)
+    def _session(self, name: str, rows: int, *, ring: bool) -> Any:
+        planes = self._planes(name, self.model.config.n_layers, ring=ring)
         workspace = self.model.workspace(rows)
         return self.smollm2.Session(self.model, planes, workspace)
 
@@ -207,9 +242,9 @@ class _Demo:
                 f"early-exit:{n} is no part of a model of {config.n_layers} layers; give 1 to "
                 f"{config.n_layers - 1}"
             )
-        planes = self._planes("draft", n)
+        planes = self._planes("draft", n, ring=self.ring)
         layers = list(planes.planes())
-        workspace = model.workspace(16)
+        workspace = model.workspace(self.rows)
 
         def first_layers(stream: Stream, n_rows: int, **buffers: Any) -> None:
             model.forward(
@@ -234,7 +269,7 @@ class _Demo:
             graphs.append(self._graph("draft", chain.exec, "capture draft", "replay"))
         for n, exec_ in sorted(rounds.execs.items()):
             graphs.append(self._graph(f"verify {n}", exec_, f"capture verify {n}", f"verify {n}"))
-        in_rounds = [s for s in meter.calls if s in ("draft", "replay", "rewind")]
+        in_rounds = [s for s in meter.calls if s in ("draft", "replay", "rebase", "rewind")]
         in_rounds += [s for s in meter.calls if s.startswith("verify")]
         writes = sum(meter.count(section, *HOST_WRITE_CALLS) for section in in_rounds)
         report: dict[str, Any] = {
@@ -254,6 +289,10 @@ class _Demo:
             "graph": graphs[0] if isinstance(chain, DraftChain) else _no_graph(),
             "graphs": graphs,
             "driver_calls_per_draft_step": meter.count("replay") / steps if steps else 0.0,
+            "rebases": stats.rebases,
+            "rebased_and_rejected": stats.rebased_and_rejected,
+            "plane_bytes": self.plane_bytes["target"],
+            "flat_plane_bytes": self.plane_bytes["plain"],
             "h2d_writes_per_round": writes / stats.rounds if stats.rounds else 0.0,
             "tokens_per_s": round(len(out.tokens) / out.seconds, 3) if out.seconds else 0.0,
             "plain_tokens_per_s": round(len(plain.tokens) / plain.seconds, 3),
@@ -323,6 +362,10 @@ def _print_table(report: dict[str, Any]) -> None:
         ("node updates", graph["node_updates"]),
         ("driver calls per draft step", f"{report['driver_calls_per_draft_step']:.2f}"),
         ("host-to-device writes per round", f"{report['h2d_writes_per_round']:.2f}"),
+        ("target planes, bytes (flat)",
+         f"{report['plane_bytes']:,} ({report['flat_plane_bytes']:,})"),
+        ("ring rebases / of these before a rejection",
+         f"{report['rebases']} / {report['rebased_and_rejected']}"),
         ("host time per replay", f"{report['host_us_per_replay']:.1f} µs"),
         ("tokens per second", f"{report['tokens_per_s']:.2f}"),
         ("plain greedy, tokens per second", f"{report['plain_tokens_per_s']:.2f}"),

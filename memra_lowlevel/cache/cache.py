@@ -42,12 +42,13 @@ class Cache:
         model: ModelPlan,
         max_ctx: int,
         *,
+        ring: bool | None = None,
         ring_chunk: int = PRIME_CHUNK_MAX_TOKENS,
         ring_slack: int = SWA_REWIND_SLACK_ROWS,
         name: str = "cache",
     ):
         self.device, self.model, self.max_ctx, self.name = device, model, max_ctx, name
-        ring_on = policy.swa_ring_on()
+        ring_on = policy.swa_ring_on() if ring is None else ring
         made: list[tuple[int, KvGeometry, int | None, KvRing | None]] = []
         for il, layer in enumerate(model.layers):
             if not model.owns_plane(il):
@@ -55,28 +56,28 @@ class Cache:
             if not isinstance(layer.state, (KvCache, SlidingKvCache)):
                 raise PlaneError(f"Cache: layer {il} is {layer.state!r}, which is not built yet")
             window = layer.state.window if isinstance(layer.state, SlidingKvCache) else None
-            ring = None
+            kv_ring = None
             if window is not None and ring_on:
                 rows = swa_ring_rows(window, max_ctx, chunk=ring_chunk, slack=ring_slack)
-                ring = KvRing(rows, window, slack=ring_slack)
+                kv_ring = KvRing(rows, window, slack=ring_slack)
             k_format, v_format = layer_formats(model, il)
             geometry = KvGeometry(
                 layer.kv_dim_k // layer.head_dim_k, layer.head_dim_k, layer.head_dim_v,
                 k_format, v_format,
             )  # fmt: skip
-            geometry.check(device, max_ctx, window, ring)
-            made.append((il, geometry, window, ring))
-        n_bytes = sum(g.plane_bytes(max_ctx, ring) + 2 * _SLICE_SLACK for _, g, _, ring in made)
+            geometry.check(device, max_ctx, window, kv_ring)
+            made.append((il, geometry, window, kv_ring))
+        n_bytes = sum(g.plane_bytes(max_ctx, r) + 2 * _SLICE_SLACK for _, g, _, r in made)
         self._arena = device.arena(
             n_bytes + 8 * len(made) + 2 * _SLICE_SLACK, name=f"{name} planes"
         )
         self.lengths = Lengths(self._arena, stream, max(1, len(made)), max_ctx, name=name)
         self._workspace = Workspace(device)
         self.kv: list[KvLayer | None] = [None] * len(model.layers)
-        for index, (il, geometry, window, ring) in enumerate(made):
+        for index, (il, geometry, window, kv_ring) in enumerate(made):
             self.kv[il] = KvLayer(
                 geometry, max_ctx, arena=self._arena, lengths=self.lengths, index=index,
-                workspace=self._workspace, window=window, ring=ring, name=f"{name}.{il}",
+                workspace=self._workspace, window=window, ring=kv_ring, name=f"{name}.{il}",
             )  # fmt: skip
 
     @classmethod
@@ -90,7 +91,8 @@ class Cache:
         max_ctx : int
             Longest sequence, in rows.
         **options
-            ``ring_chunk``, ``ring_slack`` (rows) and ``name``.
+            ``ring`` (whether windowed layers get one; default: the door), ``ring_chunk``,
+            ``ring_slack`` (rows) and ``name``.
         """
         return cls(dev.device, dev.stream, model, max_ctx, **options)
 
@@ -124,8 +126,14 @@ class Cache:
         for layer in self.planes():
             layer.check_headroom(n)
 
-    def prepare(self, stream: Stream, n: int) -> None:
-        """Make room for ``n`` rows in every plane; all are planned before any ring moves."""
+    def prepare(self, stream: Stream, n: int) -> bool:
+        """Make room for ``n`` rows in every plane; all are planned before any ring moves.
+
+        Returns
+        -------
+        bool
+            Whether a ring was rebased.
+        """
         rings = [layer for layer in self.planes() if layer.ring is not None]
         for layer in self.planes():
             if layer.ring is None:
@@ -134,8 +142,7 @@ class Cache:
         for layer in rings:
             assert layer.ring is not None
             layer.ring.append_plan(self.len, layer.ring.retain_from(self.len), n)
-        for layer in rings:
-            layer.prepare(stream, n)
+        return any([layer.prepare(stream, n) for layer in rings])
 
     def advance(self, stream: Stream, n: int) -> None:
         """Move every length by ``n`` with one launch; captured, at every launch of the graph."""

@@ -343,12 +343,14 @@ class KvLayer:
         if capture is not None and self.ring is not None:
             capture.add_check(lambda _: self.check_headroom(n))
 
-    def prepare(self, stream: Stream, n: int) -> None:
-        """Make room for ``n`` more rows; a ring is rebased when it must be."""
+    def prepare(self, stream: Stream, n: int) -> bool:
+        """Make room for ``n`` more rows; return whether a ring had to be rebased."""
         if self.ring is None:
             self.check_headroom(n)
-        else:
-            self.prepare_kv_append(stream, self.ring.retain_from(self.len), n)
+            return False
+        base = self.ring.base
+        self.prepare_kv_append(stream, self.ring.retain_from(self.len), n)
+        return self.ring.base != base
 
     def prepare_kv_append(self, stream: Stream, retain_from: int, n: int) -> int:
         """Make room for ``n`` rows and return the physical row of the first one.

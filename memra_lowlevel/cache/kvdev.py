@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from ..errors import ArgumentError
-from ..runtime.memory import note_use
+from ..runtime.storage import note_use
 
 if TYPE_CHECKING:
     from ..runtime import Buffer, Device, Stream

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import CapacityExceeded, CaptureForbidden
 from ..graph.counters import DeviceCounter
-from ..runtime.memory import note_use
+from ..runtime.storage import note_use
 
 if TYPE_CHECKING:
     from ..runtime import Arena, Buffer, Device, Stream
@@ -42,8 +42,8 @@ class Planes(Protocol):
         """The lengths on the device."""
         ...
 
-    def prepare(self, stream: Stream, n: int) -> None:
-        """Make room for ``n`` rows, outside any capture; a ring may be rebased."""
+    def prepare(self, stream: Stream, n: int) -> bool:
+        """Make room for ``n`` rows, outside any capture; return whether a ring was rebased."""
         ...
 
     def check_headroom(self, n: int) -> None:

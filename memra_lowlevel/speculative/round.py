@@ -72,11 +72,14 @@ class RoundResult:
         New committed tokens: the accepted drafts and the target's own token behind them.
     accepted : int
     drafted : int
+    rebased : bool
+        Whether a ring of the target was rebased between the drafts and their verification.
     """
 
     tokens: tuple[int, ...]
     accepted: int
     drafted: int
+    rebased: bool = False
 
 
 class SpecRound:
@@ -96,8 +99,8 @@ class SpecRound:
     tokens : sequence of int
         The committed tokens so far, the pending one last.
     sections : callable, optional
-        ``sections(name)`` gives a context manager around ``draft``, ``capture verify N``,
-        ``verify N`` and ``rewind``; used to count driver calls from outside.
+        ``sections(name)`` gives a context manager around ``draft``, ``rebase``,
+        ``capture verify N``, ``verify N`` and ``rewind``; used to count driver calls from outside.
 
     Attributes
     ----------
@@ -165,11 +168,13 @@ class SpecRound:
             raise MemraError(f"SpecRound: k {wish} must lie in 0..{chain.k_max}")
         with self._section("draft"):
             drafted = chain.propose(stream, self.tokens, min(wish, room - 1))
+        with self._section("rebase"):
+            rebased = planes.prepare(stream, drafted + 1)
         exec_ = self._verify_step(stream, drafted + 1)
         with self._section(f"verify {drafted + 1}"):
             exec_.launch(stream)
             stream.sync()
-        return self._commit(stream, drafted)
+        return self._commit(stream, drafted, rebased)
 
     def describe(self) -> dict[str, Any]:
         """Return the descriptions of all captured graphs and the counts so far."""
@@ -188,7 +193,6 @@ class SpecRound:
 
     # -- inside -----------------------------------------------------------------------------------
     def _verify_step(self, stream: Stream, n: int) -> GraphExec:
-        self.target.planes.prepare(stream, n)
         exec_ = self._execs.get(n)
         if exec_ is None:
             with self._section(f"capture verify {n}"):
@@ -215,7 +219,7 @@ class SpecRound:
         exec_: GraphExec = graph.instantiate()
         return exec_
 
-    def _commit(self, stream: Stream, drafted: int) -> RoundResult:
+    def _commit(self, stream: Stream, drafted: int, rebased: bool) -> RoundResult:
         planes, io = self.target.planes, self.chain.io
         try:
             drafts = io.drafts(drafted)
@@ -232,5 +236,5 @@ class SpecRound:
                 planes.set_len(stream, planes.len - amounts.target)
             self.chain.settle(stream, drafted, accepted)
         self.tokens += new
-        self.stats.add(drafted, accepted)
-        return RoundResult(tuple(new), accepted, drafted)
+        self.stats.add(drafted, accepted, rebased)
+        return RoundResult(tuple(new), accepted, drafted, rebased)

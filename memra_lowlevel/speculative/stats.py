@@ -43,6 +43,10 @@ class SpecStats:
     Attributes
     ----------
     rounds, drafted, accepted, tokens : int
+    rebases : int
+        Rounds in which a ring of the target was rebased between drafts and verification.
+    rebased_and_rejected : int
+        Those of them that rejected a draft.
     by_accepted : dict of int to int
         Rounds by number of accepted drafts.
     """
@@ -51,6 +55,8 @@ class SpecStats:
     drafted: int = 0
     accepted: int = 0
     tokens: int = 0
+    rebases: int = 0
+    rebased_and_rejected: int = 0
     by_accepted: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -63,8 +69,10 @@ class SpecStats:
         """Committed tokens per verify; 1 is what decoding without drafts gives."""
         return self.tokens / self.rounds if self.rounds else 0.0
 
-    def add(self, drafted: int, accepted: int) -> None:
+    def add(self, drafted: int, accepted: int, rebased: bool = False) -> None:
         """Count one round."""
+        self.rebases += rebased
+        self.rebased_and_rejected += rebased and accepted < drafted
         self.rounds += 1
         self.drafted += drafted
         self.accepted += accepted
@@ -80,6 +88,8 @@ class SpecStats:
             "rejected": self.rejected,
             "tokens": self.tokens,
             "tokens_per_target_pass": self.tokens_per_target_pass,
+            "rebases": self.rebases,
+            "rebased_and_rejected": self.rebased_and_rejected,
             "by_accepted": dict(sorted(self.by_accepted.items())),
         }
 
