@@ -291,7 +291,7 @@ EXPLANATIONS: dict[str, Explanation] = {
         "use another event outside of the graph; graphs order themselves",
     ),
     "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD": _e(
-        908, CaptureWrongThread, "the capture was begun by another thread",
+        908, CaptureWrongThread, "the capture was begun by another thread, and is lost now",
         "captures other than relaxed ones end on the thread that began them",
         "end it there, or begin it in relaxed mode",
     ),

@@ -40,6 +40,7 @@ __all__ = [
 OK = "CUDA_SUCCESS"
 UNSUPPORTED = "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"
 INVALIDATED = "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"
+INVALID_VALUE = "CUDA_ERROR_INVALID_VALUE"
 CAPTURED_EVENT = "CUDA_ERROR_CAPTURED_EVENT"
 ILLEGAL_STATE = "CUDA_ERROR_ILLEGAL_STATE"
 ISOLATION = "CUDA_ERROR_STREAM_CAPTURE_ISOLATION"
@@ -84,6 +85,9 @@ class Rule:
         Answers in these situations.
     nodes : int
         Nodes that the call adds to the graph when it names a capturing stream.
+    everywhere : bool
+        The call concerns the whole context: ``nearby`` holds for every capture in it, whatever its
+        mode and thread.
     why, remedy : str
         Clauses for messages, where the call can be refused.
     """
@@ -94,21 +98,22 @@ class Rule:
     nodes: int = 0
     why: str = ""
     remedy: str = ""
+    everywhere: bool = False
 
 
 _ALLOWED = Answer(OK)
 _REFUSED = Answer(UNSUPPORTED, True, UNSUPPORTED)
 _RECORDED = Answer(OK, False, INVALIDATED)
-_EVENT = Answer(CAPTURED_EVENT, False, CAPTURED_EVENT)
+_EVENT = Answer(CAPTURED_EVENT, True, INVALID_VALUE)
+_EVENT_TIME = Answer(CAPTURED_EVENT, False, INVALID_VALUE)
 
 _WAITS = "it would have to wait for work that is only being recorded"
 _MAY_WAIT = "it may wait for the whole device, and with it for work that is only being recorded"
-_LEGACY = "it runs on the legacy stream, which waits for others"
 _BEFORE = "do it before the capture or after it"
 _ARENA = "take the memory from an Arena before the capture"
 _KEEP = "keep the object until the capture has ended; finalisers of this library do"
-_PRELOAD = "load modules and look up their kernels before the capture"
-_ASYNC = "use an asynchronous copy from pinned memory on the captured stream"
+_CHILD = "launch it after the capture, or add its graph as a child node"
+_PLAIN = "use cuMemcpyDtoDAsync, which takes pointers of two devices as well"
 _RECORD = "order work with events inside the graph; wait for the stream after the launch"
 
 
@@ -130,30 +135,31 @@ _ROWS: tuple[Rule, ...] = (
     _unsafe("cuMemFree", _MAY_WAIT, _KEEP),
     _unsafe("cuMemHostAlloc", _MAY_WAIT, _ARENA),
     _unsafe("cuMemFreeHost", _MAY_WAIT, _KEEP),
-    _unsafe("cuMemcpyHtoD", _LEGACY, _ASYNC),
-    _unsafe("cuMemcpyDtoH", _LEGACY, _ASYNC),
-    _free("cuMemPoolTrimTo"),
-    _free("cuMemPoolGetUsage"),
+    _free("cuMemcpyHtoD"),  # refused only beside a captured blocking stream
+    _free("cuMemcpyDtoH"),
+    _unsafe("cuMemPoolTrimTo", _MAY_WAIT, _BEFORE),
+    _unsafe("cuMemPoolGetUsage", _MAY_WAIT, _BEFORE),
     _free("cuMemGetInfo"),
     # Waiting.
-    _unsafe("cuCtxSynchronize", _WAITS, _RECORD),
+    Rule("cuCtxSynchronize", _ALLOWED, _REFUSED, 0, _WAITS, _RECORD, everywhere=True),
     Rule("cuStreamSynchronize", _REFUSED, _REFUSED, 0, _WAITS, _RECORD),
     Rule("cuStreamQuery", _REFUSED, _REFUSED, 0, _WAITS, _RECORD),
     Rule("cuEventSynchronize", _EVENT, _REFUSED, 0, _WAITS, _RECORD),
     Rule("cuEventQuery", _EVENT, _REFUSED, 0, _WAITS, _RECORD),
-    Rule("cuEventElapsedTime", _EVENT, _ALLOWED, 0, _WAITS, _RECORD),
+    Rule("cuEventElapsedTime", _EVENT_TIME, _ALLOWED, 0, _WAITS, _RECORD),
     # Modules and executable graphs.
-    _unsafe("cuModuleLoadData", _MAY_WAIT, _PRELOAD),
+    _free("cuModuleLoadData"),
     _unsafe("cuModuleUnload", _MAY_WAIT, _KEEP),
     _free("cuModuleGetFunction"),
     _free("cuFuncGetAttribute"),
     _free("cuGraphCreate"),
     _free("cuGraphDestroy"),
-    _free("cuGraphInstantiate"),
-    _free("cuGraphExecDestroy"),
+    _unsafe("cuGraphInstantiate", _MAY_WAIT, _BEFORE),
+    _unsafe("cuGraphExecDestroy", _MAY_WAIT, _KEEP),
     _free("cuGraphExecUpdate"),
     _free("cuGraphExecMemsetNodeSetParams"),
     Rule("cuGraphUpload", _REFUSED, _ALLOWED, 0, "an upload cannot be recorded", _BEFORE),
+    Rule("cuGraphLaunch", _REFUSED, _ALLOWED, 0, "a launch cannot be recorded", _CHILD),
     # Streams, events, contexts.
     _free("cuStreamCreateWithPriority"),
     _free("cuStreamDestroy"),
@@ -168,12 +174,11 @@ _ROWS: tuple[Rule, ...] = (
     _recorded("cuMemcpyHtoDAsync"),
     _recorded("cuMemcpyDtoHAsync"),
     _recorded("cuMemcpyDtoDAsync"),
-    _recorded("cuMemcpyPeerAsync"),
+    Rule("cuMemcpyPeerAsync", _REFUSED, _ALLOWED, 0, "this copy cannot be recorded", _PLAIN),
     _recorded("cuMemsetD8Async"),
     _recorded("cuMemsetD32Async"),
-    _recorded("cuMemAllocAsync"),
-    _recorded("cuMemFreeAsync"),
-    _recorded("cuGraphLaunch"),
+    Rule("cuMemAllocAsync", _RECORDED, _REFUSED, 1, _MAY_WAIT, _ARENA),
+    Rule("cuMemFreeAsync", _RECORDED, _REFUSED, 1, _MAY_WAIT, _KEEP),
     _recorded("cuEventRecord", 0),
     _recorded("cuStreamWaitEvent", 0),
 )
@@ -223,7 +228,7 @@ def forbidden(
     r = rule(call)
     if on_captured and r.named.result != OK:
         return r
-    prohibited = prohibits(mode, CaptureMode.GLOBAL, same_thread=True)
+    prohibited = r.everywhere or prohibits(mode, CaptureMode.GLOBAL, same_thread=True)
     return r if prohibited and r.nearby.result != OK else None
 
 

@@ -336,7 +336,9 @@ def expected(case: Case) -> Answers:
     rule = legality.rule(case.call)
     if case.situation == "named":
         answer, nodes = rule.named, rule.nodes
-    elif legality.prohibits(case.mode, CaptureMode.GLOBAL, same_thread=not case.other_thread):
+    elif rule.everywhere or legality.prohibits(
+        case.mode, CaptureMode.GLOBAL, same_thread=not case.other_thread
+    ):
         answer, nodes = rule.nearby, 0
     else:
         answer, nodes = legality.Answer(OK), 0

@@ -240,6 +240,7 @@ class HostGraphs(HostModules):
     @driver_call
     def cuGraphInstantiate(self, graph: int, flags: int) -> int:
         call = "cuGraphInstantiate"
+        self._gate(call)
         g = self._graph(graph, call)
         if g.capturing:
             raise self._error("CUDA_ERROR_INVALID_VALUE", call, "the graph is still being captured")
@@ -277,10 +278,7 @@ class HostGraphs(HostModules):
         found = self._exec(exec_, "cuGraphLaunch")
         st = self._stream(stream, "cuGraphLaunch")
         if st.capture is not None:
-            capture = self._live_capture("cuGraphLaunch", st)
-            work = ChildWork(self._clone(found.source, capture.graph))
-            self._record_node("cuGraphLaunch", st, work)
-            return
+            self._refuse_named(st.capture, "cuGraphLaunch", stream)
         self._replay(found, st)
 
     def _replay(self, exec_: HostExec, st: HostStream) -> None:

@@ -245,6 +245,8 @@ class HostMemory(HostState):
     @driver_call
     def cuMemAllocAsync(self, n_bytes: int, stream: int) -> int:
         st = self._stream(stream, "cuMemAllocAsync")
+        if st.capture is None:
+            self._gate("cuMemAllocAsync")
         block = self._reuse(n_bytes, st) if st.capture is None else None
         if block is None:
             block = self._map("cuMemAllocAsync", st.ctx, n_bytes, "pool")
@@ -256,6 +258,8 @@ class HostMemory(HostState):
     @driver_call
     def cuMemFreeAsync(self, ptr: int, stream: int) -> None:
         st = self._stream(stream, "cuMemFreeAsync")
+        if st.capture is None:
+            self._gate("cuMemFreeAsync")
         block = self._blocks.get(ptr)
         if block is None or block.kind != "pool" or ptr in self._releasing:
             raise self._error(
@@ -312,6 +316,7 @@ class HostMemory(HostState):
 
     @driver_call
     def cuMemPoolGetUsage(self, device: int) -> StreamOrderedPool:
+        self._gate("cuMemPoolGetUsage")
         self._device_of(device, "cuMemPoolGetUsage")
         pool = [b for b in self._blocks.values() if b.kind == "pool" and b.ctx.device == device]
         idle = sum(b.n_bytes for b in self._idle if b.ctx.device == device)
@@ -388,6 +393,9 @@ class HostMemory(HostState):
         self, dst: int, dst_ctx: int, src: int, src_ctx: int, n_bytes: int, stream: int
     ) -> None:
         call = "cuMemcpyPeerAsync"
+        capture = self._stream(stream, call).capture
+        if capture is not None:
+            self._refuse_named(capture, call, stream)
         for ptr, ctx, what in ((dst, dst_ctx, "destination"), (src, src_ctx, "source")):
             context = self._find(self._by_context, ctx, call, "context")
             block = self._side(call, ptr, n_bytes, foreign=False, what=what).block

@@ -179,20 +179,29 @@ class HostState(DriverBase):
             if legality.prohibits(c.mode, mode, same_thread=c.thread == me)
         ]
 
+    def _in_context(self) -> list[Capture]:
+        """Return the captures of streams of the current context."""
+        ctx = self._thread.ctx
+        return [c for c in self._captures if any(s.ctx is ctx for s in c.streams)]
+
     def _gate(self, call: str) -> None:
         """Refuse a call that a capture under way prohibits, as the table says."""
         if not self._captures:
             return
-        answer = legality.rule(call).nearby
+        rule = legality.rule(call)
+        answer = rule.nearby
         if answer.result == legality.OK:
             return
-        nearby = self._nearby()
+        nearby = self._in_context() if rule.everywhere else self._nearby()
         if nearby:
             self._refuse(answer, nearby, call)
 
     def _refuse_named(self, capture: Capture, call: str, stream: int = 0) -> None:
         """Refuse a call that names a capturing stream or a captured event, as the table says."""
         answer = legality.rule(call).named
+        if capture not in self._captures:  # an event of a capture that has ended
+            detail = "the event was last recorded in a capture that has ended"
+            raise self._error(legality.INVALID_VALUE, call, detail, stream=stream)
         if answer.at(capture.invalidated) != legality.OK:
             self._refuse(answer, [capture], call, stream)
 

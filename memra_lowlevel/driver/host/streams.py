@@ -68,7 +68,7 @@ class HostStreams(HostMemory):
         capture = stream.capture
         assert capture is not None
         if capture.invalidated:
-            raise self._error("CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", call, stream=stream.handle)
+            raise self._error(legality.INVALIDATED, call, stream=stream.handle)
         return capture
 
     def _record_node(self, call: str, stream: HostStream, work: Work) -> HostNode:
@@ -181,8 +181,8 @@ class HostStreams(HostMemory):
             capture = self._live_capture(call, st)
             if ev.op is None:
                 return  # never recorded: nothing to wait for
-            self._invalidate([capture], call, "CUDA_ERROR_STREAM_CAPTURE_ISOLATION")
-            raise self._error("CUDA_ERROR_STREAM_CAPTURE_ISOLATION", call, stream=stream)
+            self._invalidate([capture], call, legality.ISOLATION)
+            raise self._error(legality.ISOLATION, call, stream=stream)
         if ev.op is not None and not ev.op.done:
             self._enqueue(st, None, (ev.op,))
 
@@ -190,23 +190,17 @@ class HostStreams(HostMemory):
         """Let a stream take part in the capture of the event it waits for."""
         capture = ev.capture
         assert capture is not None
-        if capture not in self._captures:
-            # The capture ended: the event stands for a node of a finished graph.
-            raise self._error(
-                "CUDA_ERROR_INVALID_VALUE", call,
-                "the event was recorded in a capture that has ended", stream=st.handle,
-            )  # fmt: skip
-        if st.capture is None:
-            if capture.invalidated:
-                raise self._error("CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", call, stream=st.handle)
-            st.capture = capture
+        own = self._live_capture(call, st) if st.capture is not None else None
+        if capture not in self._captures or capture.invalidated:
+            detail = "the event was recorded in a capture that has ended or was invalidated"
+            raise self._error(legality.INVALID_VALUE, call, detail, stream=st.handle)
+        if own is None:
+            st.capture, st.frontier = capture, list(ev.frontier)
             capture.streams.append(st)
-            st.frontier = list(ev.frontier)
             return
-        own = self._live_capture(call, st)
         if own is not capture:
-            self._invalidate([own, capture], call, "CUDA_ERROR_STREAM_CAPTURE_MERGE")
-            raise self._error("CUDA_ERROR_STREAM_CAPTURE_MERGE", call, stream=st.handle)
+            self._invalidate([own, capture], call, legality.MERGE)
+            raise self._error(legality.MERGE, call, stream=st.handle)
         st.frontier = list(dict.fromkeys([*st.frontier, *ev.frontier]))
 
     # -- events --------------------------------------------------------------------------------
@@ -289,7 +283,7 @@ class HostStreams(HostMemory):
         st = self._stream(stream, call)
         if st.capture is not None:
             raise self._error(
-                "CUDA_ERROR_ILLEGAL_STATE", call, "the stream is being captured", stream=stream
+                legality.ILLEGAL_STATE, call, "the stream is being captured", stream=stream
             )
         graph = self._new_graph()
         graph.capturing = True
@@ -307,23 +301,23 @@ class HostStreams(HostMemory):
         capture = st.capture
         if capture is None:
             raise self._error(
-                "CUDA_ERROR_ILLEGAL_STATE", call, "no capture is under way", stream=stream
+                legality.ILLEGAL_STATE, call, "no capture is under way", stream=stream
             )
         if capture.mode != CaptureMode.RELAXED and capture.thread != threading.get_ident():
-            raise self._error("CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD", call, stream=stream)
+            error = self._error(legality.WRONG_THREAD, call, stream=stream)
+            self._drop_capture(capture)  # the capture is over all the same
+            raise error
         if capture.origin is not st:
-            self._invalidate([capture], call, "CUDA_ERROR_STREAM_CAPTURE_UNMATCHED")
-            raise self._error("CUDA_ERROR_STREAM_CAPTURE_UNMATCHED", call, stream=stream)
+            self._invalidate([capture], call, legality.UNMATCHED)
+            raise self._error(legality.UNMATCHED, call, stream=stream)
         if capture.invalidated:
-            error = self._error("CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", call, stream=stream)
+            error = self._error(legality.INVALIDATED, call, stream=stream)
             self._drop_capture(capture)
             raise error
         open_streams = self._unjoined(capture)
         if open_streams:
             names = ", ".join(repr(self.handle_name(s.handle)) for s in open_streams)
-            error = self._error(
-                "CUDA_ERROR_STREAM_CAPTURE_UNJOINED", call, f"not joined: {names}", stream=stream
-            )
+            error = self._error(legality.UNJOINED, call, f"not joined: {names}", stream=stream)
             error.streams = tuple(self.handle_name(s.handle) for s in open_streams)  # type: ignore[attr-defined]
             self._drop_capture(capture)
             raise error
