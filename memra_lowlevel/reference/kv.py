@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ..formats import Format
 
-__all__ = ["add_counters", "append", "set_counters"]
+__all__ = ["add_counters", "append", "move_rows", "set_counters"]
 
 
 def append(
@@ -22,6 +22,13 @@ def append(
         physical = slot + r - base
         if 0 <= physical < len(result):
             result[physical] = row
+    return result
+
+
+def move_rows(plane: NDArray[np.uint8], src_row: int, n_rows: int) -> NDArray[np.uint8]:
+    """Return ``plane`` (u8 ``[capacity, row_bytes]``) with rows moved to its front."""
+    result: NDArray[np.uint8] = plane.copy()
+    result[:n_rows] = plane[src_row : src_row + n_rows]
     return result
 
 

@@ -10,7 +10,9 @@ from memra_lowlevel.compile import DEFAULT_ARCHS
 from memra_lowlevel.kernels import registry
 from memra_lowlevel.kernels.registry import KernelSpec, Tolerance
 
-KV = ("add_counters", "append_kv", "attend_combine", "attend_partial", "set_counters")
+KV = (
+    "add_counters", "append_kv", "attend_combine", "attend_partial", "move_rows", "set_counters",
+)  # fmt: skip
 
 
 def test_every_spec_is_complete():

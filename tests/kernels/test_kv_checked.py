@@ -1,0 +1,89 @@
+"""Check mode: the kernels are clean, and each barrier that is taken away is reported."""
+
+import re
+
+import numpy as np
+import pytest
+from rig import normal
+
+from memra_lowlevel import errors
+from memra_lowlevel.compile import cuda_src_root
+from memra_lowlevel.driver.host import runner
+from memra_lowlevel.formats import FORMATS, Q5_1, Q8_0
+from memra_lowlevel.kernels import kv_attend
+
+I32, F32 = np.int32, np.float32
+ATTEND = (cuda_src_root() / "kv/attend.cu").read_text()
+PARTIAL = "attend_partial<Q8_0, Q5_1, {d}, {d}, {queries}>"
+BARRIER = "__syncthreads();"
+N_BARRIERS = ATTEND.count(BARRIER)
+
+
+def run_partial(source, d=64, queries=4, n=2, group=2, length=150, window=0, order="forward"):
+    """The first kernel over a plane of 1 kv head, whose last rows are never written."""
+    rng = np.random.default_rng(0)
+    used = length + n
+    k, v = Q8_0.encode(normal(rng, used, d)), Q5_1.encode(normal(rng, used, d))
+    q = normal(rng, n, group, d)
+    slots = kv_attend.n_slots(used, n, window, False)
+    partial = np.full((n, group, slots, d + 2), np.nan, F32)
+    kernel = runner.quick(source, PARTIAL.format(d=d, queries=queries), check=True)
+    kernel(
+        (1, 1, -(-n * group // queries)), 128, kv_attend.shared_bytes(d, d, queries),
+        q, k, v, I32(n), I32(1), I32(group), I32(used), I32(window), I32(0), F32(d**-0.5), F32(0),
+        np.array([length], I32), None, None, partial, I32(slots), order=order, seed=3,
+    )  # fmt: skip
+    return partial, length
+
+
+def run_combine(source, partial, length, window=0, order="forward"):
+    n, heads, slots, width = partial.shape
+    out, lse = np.full((n, heads, width - 2), np.nan, F32), np.full((n, heads), np.nan, F32)
+    kernel = runner.quick(source, f"attend_combine<{width - 2}>", check=True)
+    kernel(
+        (heads, n), 128, 0,
+        partial, np.zeros(heads, F32), out, lse, I32(length + n), I32(window), I32(0),
+        np.array([length], I32), None, None, I32(slots), order=order, seed=3,
+    )  # fmt: skip
+    return out
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse", "random"])
+@pytest.mark.parametrize(("d", "queries", "n", "group"), [(64, 4, 2, 2), (128, 16, 5, 3)])
+def test_attention_is_clean(d, queries, n, group, order):
+    options = {"window": 70, "order": order}
+    partial, length = run_partial("kv/attend.cu", d, queries, n, group, **options)
+    assert np.isfinite(run_combine("kv/attend.cu", partial, length, **options)).all()
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
+def test_append_is_clean(fmt):
+    x = normal(np.random.default_rng(0), 3, 96)
+    plane = np.full((5, fmt.row_bytes(96)), 0xFF, np.uint8)
+    other = plane.copy()
+    kernel = runner.quick("kv/append.cu", f"append_kv<{fmt.constant}, {fmt.constant}>", check=True)
+    kernel(
+        (1, 3, 2), 32, 0,
+        x, x.copy(), plane, other, I32(96), I32(96), I32(5), np.array([1], I32), None, None,
+        np.zeros(2, I32), order="random",
+    )  # fmt: skip
+    assert np.array_equal(plane[1:4], fmt.encode(x)) and np.array_equal(plane, other)
+
+
+def test_there_are_barriers_to_take_away():
+    assert N_BARRIERS >= 6
+
+
+@pytest.mark.parametrize("which", range(N_BARRIERS))
+def test_every_barrier_is_needed(which):
+    place = [m.start() for m in re.finditer(re.escape(BARRIER), ATTEND)][which]
+    source = ATTEND[:place] + ATTEND[place + len(BARRIER) :]
+    in_combine = place > ATTEND.index("attend_combine")
+    partial, length = run_partial("kv/attend.cu", length=300)
+    with pytest.raises(errors.HostCheckError) as caught:
+        for order in ("forward", "reverse"):
+            if in_combine:
+                run_combine(source, partial, length, order=order)
+            else:
+                run_partial(source, length=300, order=order)
+    assert isinstance(caught.value, (errors.DataRace, errors.UninitialisedRead)), caught.value
