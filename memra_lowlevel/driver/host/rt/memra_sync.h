@@ -15,8 +15,13 @@ struct Shuffled {
       memra_fail(c, site, FAIL_DIVERGENCE,
                  "a shuffle reads a lane that does not take part: its value is undefined");
     }
+    // The cells belong to the runtime, so check mode must not see them read.
+    uint32_t words[(sizeof(T) + 3) / 4];
+    for (uint32_t i = 0; i < (sizeof(T) + 3) / 4; ++i) {
+      words[i] = raw_load(reinterpret_cast<const uint32_t*>(cells[source]) + i);
+    }
     T value;
-    __builtin_memcpy(&value, cells[source], sizeof(T));
+    __builtin_memcpy(&value, words, sizeof(T));
     return value;
   }
 };
