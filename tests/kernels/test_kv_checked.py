@@ -78,7 +78,7 @@ def test_there_are_barriers_to_take_away():
 def test_every_barrier_is_needed(which):
     place = [m.start() for m in re.finditer(re.escape(BARRIER), ATTEND)][which]
     source = ATTEND[:place] + ATTEND[place + len(BARRIER) :]
-    in_combine = place > ATTEND.index("attend_combine")
+    in_combine = place > ATTEND.index("attend_combine(")
     partial, length = run_partial("kv/attend.cu", length=300)
     with pytest.raises(errors.HostCheckError) as caught:
         for order in ("forward", "reverse"):
