@@ -30,7 +30,7 @@ def stop(message: str) -> None:
 
 def check_machine() -> None:
     """Name what is missing before anything is installed."""
-    if sys.version_info < (3, 10):
+    if sys.version_info < (3, 10):  # noqa: UP036 (an older Python must be told, not crash)
         stop(f"Python 3.10 or newer is needed; this is {sys.version.split()[0]}.")
     try:
         import ensurepip  # noqa: F401
@@ -66,7 +66,12 @@ def run(*command: str | Path) -> None:
 def state() -> str:
     """Digest of what decides an installation: metadata and the sources of the compiled modules."""
     digest = hashlib.blake2b(digest_size=16)
-    for path in [ROOT / "pyproject.toml", ROOT / "setup.py", *sorted((ROOT / "memra_lowlevel/native").glob("*.[ch]")), *sorted((ROOT / "memra_lowlevel/native").glob("build*.py"))]:
+    for path in [
+        ROOT / "pyproject.toml",
+        ROOT / "setup.py",
+        *sorted((ROOT / "memra_lowlevel/native").glob("*.[ch]")),
+        *sorted((ROOT / "memra_lowlevel/native").glob("build*.py")),
+    ]:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -48,7 +48,8 @@ def judge(report: Path) -> list[str]:
         faults.append(f"only {executed} tests ran; tests/minimum.txt demands {minimum}")
     print(f"--- {executed} tests ran (at least {minimum} must), the slowest:")
     for case in sorted(cases, key=lambda c: -float(c.get("time") or 0))[:10]:
-        print(f"    {float(case.get('time') or 0):6.1f} s  {case.get('classname')}::{case.get('name')}")
+        seconds = float(case.get("time") or 0)
+        print(f"    {seconds:6.1f} s  {case.get('classname')}::{case.get('name')}")
     return faults
 
 

@@ -49,7 +49,7 @@ def graph_us(
             stream.record(end)
             stream.sync()
             if i >= 3:
-                samples.append(begin.elapsed_ms(end) * 1e3 / len(calls))
+                samples.append(end.elapsed_ms(begin) * 1e3 / len(calls))
     return samples
 
 

@@ -130,7 +130,7 @@ def environment(device: Device | None) -> dict[str, Any]:
 
     names = ["cuda-bindings", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc", "numpy", "torch"]
     try:
-        nvrtc_version: Any = ".".join(map(str, nvrtc.version()))
+        nvrtc_version = nvrtc.library().name
     except Exception as error:
         nvrtc_version = f"unavailable: {error}"
     return {

@@ -45,14 +45,16 @@ static int refuse(mll_device *d, int code)
     return code;
 }
 
-/* The checks that every launch makes; `last` is the stream whose use is already noted. */
-static inline int check(mll_device *d, const mll_stream *s, int32_t dead, const mll_stream *last)
+/* The checks that every launch makes; `s` is null before the first one on a stream. */
+static inline int check(mll_device *d, const mll_stream *s, int32_t dead)
 {
-    if (__builtin_expect(s == last && !dead && !s->closed && !s->recording && !d->closed &&
-                             current_context == d->ctx, 1))
+    if (__builtin_expect(s != NULL && !dead && !s->closed && !s->recording && s->device == d &&
+                             !d->closed && current_context == d->ctx, 1))
         return MLL_OK;
     if (dead)
         return refuse(d, MLL_DEAD);
+    if (s == NULL)
+        return refuse(d, MLL_SLOW);
     if (s->closed || d->closed)
         return refuse(d, MLL_STREAM_CLOSED);
     if (s->device != d)
@@ -60,14 +62,14 @@ static inline int check(mll_device *d, const mll_stream *s, int32_t dead, const 
     return refuse(d, MLL_SLOW);
 }
 
-int mll_launch(mll_plan *p, mll_stream *s)
+int mll_launch(mll_plan *p)
 {
     mll_device *d = p->device;
-    int code = check(d, s, p->dead, p->last);
+    mll_stream *s = p->bound;
+    int code = check(d, s, p->dead);
     if (code)
         return code;
     trace(d, p->id, 0, s);
-    __atomic_fetch_add(&d->n_launches, 1, __ATOMIC_RELAXED);
     return d->launch(p->func, p->grid[0], p->grid[1], p->grid[2], p->block[0], p->block[1],
                      p->block[2], p->shared_bytes, s->handle, p->params, NULL);
 }
@@ -77,7 +79,10 @@ int mll_launch_many(mll_plan **plans, uint32_t n, mll_stream *s, uint32_t *done)
     /* All plans are checked before the first is launched: a refusal leaves nothing half done. */
     *done = 0;
     for (uint32_t i = 0; i < n; i++) {
-        int code = check(plans[i]->device, s, plans[i]->dead, plans[i]->last);
+        mll_plan *p = plans[i];
+        int code = check(p->device, s, p->dead);
+        if (code == MLL_OK && p->bound != s)
+            code = refuse(p->device, MLL_SLOW);
         if (code) {
             *done = i;
             return code;
@@ -87,8 +92,7 @@ int mll_launch_many(mll_plan **plans, uint32_t n, mll_stream *s, uint32_t *done)
         mll_plan *p = plans[i];
         mll_device *d = p->device;
         trace(d, p->id, 0, s);
-        __atomic_fetch_add(&d->n_launches, 1, __ATOMIC_RELAXED);
-        int code = d->launch(p->func, p->grid[0], p->grid[1], p->grid[2], p->block[0],
+            int code = d->launch(p->func, p->grid[0], p->grid[1], p->grid[2], p->block[0],
                              p->block[1], p->block[2], p->shared_bytes, s->handle, p->params, NULL);
         *done = i;
         if (code)
@@ -102,15 +106,12 @@ int mll_launch_site(mll_site *t, mll_stream *s, const char *block)
 {
     mll_device *d = t->device;
     void *params[MAX_PARAMS];
-    int code = check(d, s, 0, s);
-    if (!code && s->device != d)
-        code = refuse(d, MLL_WRONG_DEVICE);
+    int code = check(d, s, 0);
     if (code)
         return code;
     for (uint32_t i = 0; i < t->n_params; i++)
         params[i] = (void *)(block + t->offsets[i]);
     trace(d, t->id, 0, s);
-    __atomic_fetch_add(&d->n_launches, 1, __ATOMIC_RELAXED);
     return d->launch(t->func, t->grid[0], t->grid[1], t->grid[2], t->block[0], t->block[1],
                      t->block[2], t->shared_bytes, s->handle, params, NULL);
 }
@@ -138,10 +139,11 @@ static void apply(const mll_effect *e)
         c->lower = 0;
 }
 
-int mll_graph_launch(mll_exec *x, mll_stream *s)
+int mll_graph_launch(mll_exec *x)
 {
     mll_device *d = x->device;
-    int code = check(d, s, x->dead, x->last);
+    mll_stream *s = x->bound;
+    int code = check(d, s, x->dead);
     if (code)
         return code;
     for (uint32_t i = 0; i < x->n_effects; i++)
@@ -156,4 +158,53 @@ int mll_graph_launch(mll_exec *x, mll_stream *s)
             apply(&x->effects[i]);
     }
     return code;
+}
+
+int mll_bare_launches(mll_plan *plan, mll_stream *stream, uint32_t n)
+{
+    int code = 0;
+    for (uint32_t i = 0; i < n && code == 0; ++i)
+        code = plan->device->launch(plan->func, plan->grid[0], plan->grid[1], plan->grid[2],
+                                    plan->block[0], plan->block[1], plan->block[2],
+                                    plan->shared_bytes, stream->handle, plan->params, NULL);
+    return code;
+}
+
+int mll_bare_graph_launches(mll_exec *exec, mll_stream *stream, uint32_t n)
+{
+    int code = 0;
+    for (uint32_t i = 0; i < n && code == 0; ++i)
+        code = exec->device->graph_launch(exec->exec, stream->handle);
+    return code;
+}
+
+mll_stub mll_stub_state;
+
+static int stub_launch(void *func, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                       unsigned bz, unsigned shared_bytes, void *stream, void **params, void **extra)
+{
+    mll_stub *s = &mll_stub_state;
+    (void)extra;
+    s->n_launches++;
+    s->func = func;
+    s->stream = stream;
+    s->grid[0] = gx, s->grid[1] = gy, s->grid[2] = gz;
+    s->block[0] = bx, s->block[1] = by, s->block[2] = bz;
+    s->shared_bytes = shared_bytes;
+    for (uint64_t i = 0; i < s->n_params && i < MAX_PARAMS; i++)
+        s->params[i] = *(const uint64_t *)params[i];
+    return s->answer;
+}
+
+static int stub_graph_launch(void *exec, void *stream)
+{
+    mll_stub_state.n_graph_launches++;
+    mll_stub_state.exec = exec;
+    mll_stub_state.stream = stream;
+    return mll_stub_state.answer;
+}
+
+uintptr_t mll_stub_entry(int graph)
+{
+    return graph ? (uintptr_t)stub_graph_launch : (uintptr_t)stub_launch;
 }

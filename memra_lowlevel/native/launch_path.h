@@ -9,6 +9,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* Raised with every change of the structures, so that a stale build is noticed. */
+enum { MLL_VERSION = 3 };
+
 /* Answers below zero are ours, above zero the driver's. */
 enum {
     MLL_OK = 0,
@@ -35,8 +38,8 @@ typedef struct {
     mll_launch_fn launch;
     mll_graph_fn graph_launch;
     uintptr_t ctx;
-    uint64_t n_launches, n_graph_launches, n_refused;
-    uint64_t next; /* entries written to the ring so far */
+    uint64_t next; /* entries written to the ring so far: all launches of both kinds */
+    uint64_t n_graph_launches, n_refused;
     uint64_t mask;
     mll_entry *ring;
     int32_t closed;
@@ -54,7 +57,7 @@ typedef struct {
     unsigned grid[3], block[3], shared_bytes;
     uint32_t id, n_params;
     int32_t dead;
-    mll_stream *last; /* stream whose use of the operands is already noted */
+    mll_stream *bound; /* stream that it is launched on; its use of the operands is noted */
     void **params;
 } mll_plan;
 
@@ -85,16 +88,34 @@ typedef struct {
     void *exec;
     uint32_t id, n_effects;
     int32_t dead;
-    mll_stream *last;
+    mll_stream *bound;
     mll_effect *effects;
     uint64_t n_done; /* launches that the driver accepted */
 } mll_exec;
 
+/* A driver that does nothing but note its arguments: for tests, and to measure our own cost. */
+typedef struct {
+    uint64_t n_launches, n_graph_launches;
+    void *func, *stream, *exec;
+    unsigned grid[3], block[3], shared_bytes;
+    uint64_t n_params; /* to read; set by the test */
+    uint64_t params[64]; /* first 8 bytes of each */
+    int answer; /* result code to give */
+} mll_stub;
+
+extern mll_stub mll_stub_state;
+uintptr_t mll_stub_entry(int graph);
+
 void mll_note_context(uintptr_t ctx);
 uint64_t mll_raw(void);
-int mll_launch(mll_plan *plan, mll_stream *stream);
+/* One argument each: such functions are called from Python without making a tuple. */
+int mll_launch(mll_plan *plan);
+int mll_graph_launch(mll_exec *exec);
 int mll_launch_many(mll_plan **plans, uint32_t n, mll_stream *stream, uint32_t *done);
 int mll_launch_site(mll_site *site, mll_stream *stream, const char *block);
-int mll_graph_launch(mll_exec *exec, mll_stream *stream);
+
+/* The driver call alone, n times, as a C program would make it: the yardstick of the benchmark. */
+int mll_bare_launches(mll_plan *plan, mll_stream *stream, uint32_t n);
+int mll_bare_graph_launches(mll_exec *exec, mll_stream *stream, uint32_t n);
 
 #endif

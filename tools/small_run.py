@@ -1,0 +1,108 @@
+"""Every kernel once, on small sizes: what compute-sanitizer watches.
+
+``python tools/small_run.py [--device cuda:0]`` ends with status 1 if a registered kernel never ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from memra_lowlevel import Device, LaunchConfig, formats, launch
+from memra_lowlevel.cache import KvLayer, KvRing, swa_retain_from
+from memra_lowlevel.kernels import registry
+from memra_lowlevel.runtime import Stream
+
+PAIRS = [
+    (formats.Q8_0, formats.Q5_1), (formats.Q8_0, formats.Q4_0), (formats.E4M3, formats.E4M3),
+    (formats.F16, formats.BF16), (formats.F32, formats.F32),
+]  # fmt: skip
+
+
+def random(device: Device, stream: Stream, *shape: int):
+    values = np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
+    return device.from_numpy(values, stream)
+
+
+def planes(device: Device, stream: Stream) -> None:
+    """Append and attend on flat planes and on a ring that is rebased."""
+    for (k_format, v_format), head_dim in zip(PAIRS, (64, 128, 128, 96, 256), strict=True):
+        with closing(
+            KvLayer.allocate(
+                device, 300, 2, head_dim, k_format=k_format, v_format=v_format, check=False
+            )
+        ) as layer:
+            for n in (1, 7, 65):
+                layer.append(
+                    stream, random(device, stream, n, 2 * head_dim),
+                    random(device, stream, n, 2 * head_dim),
+                )  # fmt: skip
+                layer.advance(stream, n)
+            q = random(device, stream, 3, 8, head_dim)
+            out = device.empty((3, 8, head_dim), np.float32, stream)
+            layer.set_len(stream, 70)
+            layer.attend(stream, q, out)
+            layer.attend(stream, q, out, window=40, sinks=random(device, stream, 8), softcap=30.0)
+            stream.sync()
+    ring = KvRing(640, 32)
+    with closing(KvLayer.allocate(device, 4096, 2, 64, window=32, ring=ring, check=False)) as layer:
+        q, out = random(device, stream, 1, 8, 64), device.empty((1, 8, 64), np.float32, stream)
+        for _ in range(100):
+            rows = random(device, stream, 8, 128)
+            layer.prepare_kv_append(stream, swa_retain_from(layer.len, 32, layer.ring.base), 8)
+            layer.append(stream, rows, rows)
+            layer.advance(stream, 8)
+            layer.set_len(stream, layer.len - 1)
+            layer.attend(stream, q, out)
+            layer.advance(stream, 1)
+        stream.sync()
+
+
+def model(device: Device) -> None:
+    """Decode with the made-up model: its kernels, the draft chain and the verify step."""
+    from memra_lowlevel import demo
+
+    words = ["--model", "tiny", "--tokens", "8", "--device", str(device), "--json"]
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    if demo.run(parser.parse_args(words)):
+        raise SystemExit("small_run: the demo failed")
+
+
+def ceilings(device: Device, stream: Stream) -> None:
+    """Run the kernels of the benchmark."""
+    source = device.zeros((4096,), np.uint32, stream)
+    target = device.empty((4096,), np.uint32, stream)
+    config = LaunchConfig(2, 64)
+    launch(stream, config, registry.kernel(device, "bench_empty"))
+    launch(stream, config, registry.kernel(device, "bench_read"), source, 1000, 1, target)
+    launch(stream, config, registry.kernel(device, "bench_copy"), source, target, 1000)
+    stream.sync()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", default=None)
+    arguments = parser.parse_args()
+    with Device(arguments.device) as device, device.stream(name="small") as stream:
+        planes(device, stream)
+        model(device)
+        ceilings(device, stream)
+        loaded = {(key[1], key[2].split("<")[0]) for key in device.memo if len(key) == 3}
+        missed = [
+            spec.name
+            for spec in registry.all_specs()
+            if (spec.source, spec.entry.split("<")[0]) not in loaded
+        ]
+        print(f"small_run on {device}: {len(loaded)} kernels ran; never: {missed or 'none'}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
