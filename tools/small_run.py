@@ -94,7 +94,9 @@ def main() -> int:
         planes(device, stream)
         model(device)
         ceilings(device, stream)
-        loaded = {(key[1], key[2].split("<")[0]) for key in device.memo if len(key) == 3}
+        loaded = {
+            (key[1], key[2].split("<")[0]) for key in device.memo if key[0] == registry.__name__
+        }
         missed = [
             spec.name
             for spec in registry.all_specs()
