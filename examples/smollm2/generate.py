@@ -42,7 +42,20 @@ class Session:
     def allocate(
         cls, model: Model, stream: Stream, max_ctx: int, *, n_rows_max: int = PRIME_ROWS
     ) -> Session:
-        """Make the planes of up to ``max_ctx`` positions and the activations of some rows."""
+        """Make the planes of up to ``max_ctx`` positions and the activations of some rows.
+
+        Raises
+        ------
+        CapacityExceeded
+            More positions than the model's rotation table has.
+        FormatUnsupported
+            No attention kernel for the model's head size.
+        """
+        if max_ctx > model.angles.shape[0]:
+            raise CapacityExceeded(
+                f"{model.name} takes {model.angles.shape[0]} positions, {max_ctx} were asked for; "
+                "shorten the prompt or generate fewer tokens"
+            )
         planes = Cache(model.device, stream, model.config.plan, max_ctx, name=model.name)
         return cls(model, planes, model.workspace(n_rows_max))
 

@@ -67,7 +67,11 @@ class Tokenizer:
     n_vocab = 0
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Tokens of a text; with ``special``, names of control tokens in it become that token."""
+        """Tokens of a text.
+
+        With ``special``, names of control tokens in it become that token, and the token that
+        begins a text comes first where the vocabulary asks for it.
+        """
         raise NotImplementedError
 
     def token_bytes(self, token: int) -> bytes:
@@ -182,11 +186,15 @@ class BpeTokenizer(Tokenizer):
         ends = [vocabulary.get(f"tokenizer.ggml.{n}_token_id") for n in ("eos", "eot")]
         named = [self._id.get(n) for n in ("<|endoftext|>", "<|im_end|>", "<|eot_id|>")]
         self.end_tokens = frozenset(int(t) for t in (*ends, *named) if t is not None)
+        begin = vocabulary.get("tokenizer.ggml.bos_token_id")
+        adds = bool(vocabulary.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe"))
+        self._begin = [int(begin)] if adds and begin is not None else []
+        self._whole_words = pre == "llama-bpe"  # a word that is a token needs no merges
         self._merged = functools.lru_cache(maxsize=1 << 16)(self._merge)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         pieces = self._special.split(text) if special and self._special else [text]
-        ids: list[int] = []
+        ids: list[int] = [*self._begin] if special else []
         for i, piece in enumerate(pieces):
             if i % 2:  # the split keeps what it splits at
                 ids.append(self._id[piece])
@@ -207,6 +215,8 @@ class BpeTokenizer(Tokenizer):
         return words
 
     def _merge(self, word: str) -> tuple[int, ...]:
+        if self._whole_words and word in self._id:
+            return (self._id[word],)
         parts = list(word)
         while len(parts) > 1:
             ranks = [self._rank.get(pair, 1 << 30) for pair in pairwise(parts)]

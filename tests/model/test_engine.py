@@ -1,12 +1,15 @@
 """The engine on the tiny model: rows, chunks, captures, early exit, refusals."""
 
+import gguf
 import numpy as np
 import numpy_llama
 import pytest
+from gguf_file import SMALL, write
 
 from memra_lowlevel.errors import CapacityExceeded, ModelError, TokenError
 from memra_lowlevel.examples.smollm2 import GreedyStep, Model, Session, generate_greedy
 from memra_lowlevel.examples.smollm2.tiny import TINY, tiny_weights
+from memra_lowlevel.examples.smollm2.weights import required_shapes
 
 PROMPT = list(b"Hello, world")
 
@@ -67,6 +70,32 @@ def test_logits_follow_numpy(session, stream):
     assert k_steps <= 0.57 and v_steps <= 0.55
     assert np.abs(got - want[0]).max() <= 1e-4
     assert np.abs(got).max() > 1
+
+
+def test_a_file_of_mixed_formats_follows_numpy(device, stream, tmp_path):
+    """Joined products whose parts differ in format are launched apart and land side by side."""
+
+    def change(tensors):
+        for role, kind in (("attn_k", "Q8_0"), ("attn_v", "F16"), ("ffn_gate", "F32")):
+            name, shape = f"blk.0.{role}.weight", required_shapes(SMALL)[f"blk.0.{role}.weight"]
+            values = np.random.default_rng(3).standard_normal(shape).astype(np.float32) / 8
+            type_ = gguf.GGMLQuantizationType[kind]
+            stored = gguf.quants.quantize(values, type_) if kind == "Q8_0" else values
+            tensors[name] = (stored.astype(np.float16) if kind == "F16" else stored, type_)
+
+    write(tmp_path / "mixed.gguf", change=change)
+    mixed = Model.load(device, stream, str(tmp_path / "mixed.gguf"), max_ctx=64)
+    assert [m.format for m in mixed.layers[0].qkv.matrices] == ["q4_1", "q8_0", "f16"]
+    assert [m.format for m in mixed.layers[0].gate_up.matrices] == ["f32", "q4_1"]
+    session = Session.allocate(mixed, stream, max_ctx=64, n_rows_max=17)
+    tokens = list(np.random.default_rng().integers(0, SMALL.n_vocab, 20))
+    got = logits_of(session, stream, tokens, [17, 3])
+    caches = [[stored_rows(layer, stream) for layer in session.kv_layers]]
+    want, k_steps, v_steps = numpy_llama.logits(mixed.weights, [tokens], caches)
+    assert k_steps <= 0.57 and v_steps <= 0.55
+    assert np.abs(got - want[0]).max() <= 1e-4 * np.abs(want[0]).max()
+    assert bits(logits_of(session, stream, tokens, [1] * 20)) == bits(got)
+    session.close()
 
 
 def test_every_split_of_a_sequence_gives_the_same_bits(session, stream):

@@ -3,6 +3,7 @@
 import gguf
 import numpy as np
 import pytest
+from conftest import Bench
 
 from memra_lowlevel.kernels import model as ops
 from memra_lowlevel.kernels.model_tiles import TILE_FORMATS, chunk_blocks, tile_rows
@@ -293,3 +294,38 @@ def test_short_buffers_are_refused_before_anything_runs(bench, rng):
         ops.argmax_rows(bench.stream, x, bench.out(3, dtype=np.int32), 3, 64)
     ops.matmul_rows(bench.stream, matrix, x, parts, 2)
     assert not np.isnan(bench.get(parts)).any()
+
+
+# -- both devices ----------------------------------------------------------------------------------
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_same_bits_on_both_devices(rng, format):
+    """All kernels of a block but the two with an exponential."""
+    from memra_lowlevel import Device
+
+    n, rows = 5, stored(rng, 320, 576, format)
+    x, h = (rng.standard_normal((n, 576)).astype(np.float32) for _ in range(2))
+    weight = rng.standard_normal(320).astype(np.float32)
+    angles = oracle.rope_angles(20, 64, 1e4).astype(np.float32)
+    tokens, positions = rng.integers(0, 320, n).astype("u4"), np.array([7], "i4")
+
+    def run(name):
+        with Device(name) as device:
+            bench = Bench(device, device.stream(name="both"))
+            s, matrix = bench.stream, ops.TiledMatrix.upload(device, bench.stream, rows, format)
+            embedded, parts = bench.out(n, 576), bench.out(matrix.n_parts, n, 320)
+            ops.embed_rows(s, matrix, bench.put(tokens), embedded, n)
+            ops.matmul_rows(s, matrix, bench.put(x), parts, n)
+            q, k, v = bench.out(n, 192), bench.out(n, 64), bench.out(n, 64)
+            ops.split_rope(
+                s, parts, matrix.n_parts, bench.put(angles), bench.put(positions), q, k, v, n,
+                head_dim=64, q_dim=192, kv_dim=64,
+            )  # fmt: skip
+            sums, normed = bench.put(h[:, :320]), bench.out(n, 320)
+            ops.add_norm(s, sums, parts, matrix.n_parts, bench.put(weight), normed, n, 1e-5)
+            best = bench.out(n, dtype=np.int32)
+            ops.argmax_rows(s, sums, best, n, 320)
+            return [bench.get(b) for b in (embedded, parts, q, k, v, sums, normed, best)]
+
+    for host, cuda in zip(run("host"), run("cuda:0"), strict=True):
+        assert bits(host) == bits(cuda)

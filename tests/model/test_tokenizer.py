@@ -41,6 +41,19 @@ def test_merges_go_by_rank_and_stay_within_words():
     assert words(plain, "x12") == [b"x", b"12"]
 
 
+def test_llama_3_takes_whole_words_first_and_begins_a_text():
+    changes = {"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.bos_token_id": 0}
+    v = vocabulary(**changes)
+    v["tokenizer.ggml.tokens"] = [*v["tokenizer.ggml.tokens"], "owl"]
+    v["tokenizer.ggml.token_type"] = [*v["tokenizer.ggml.token_type"], 1]
+    t = BpeTokenizer(v)
+    assert t.encode("owl") == [0, t.n_vocab - 1]
+    assert words(t, "owl", special=False) == [b"owl"]
+    assert t.encode("")[:1] == [0]
+    v["tokenizer.ggml.pre"], v["tokenizer.ggml.add_bos_token"] = "smollm", False
+    assert words(BpeTokenizer(v), "owl") == [b"o", b"w", b"l"]
+
+
 @pytest.mark.parametrize("pre", ["smollm", "gpt-2", "default", "llama-bpe"])
 def test_every_text_comes_back(pre):
     t = BpeTokenizer(vocabulary(**{"tokenizer.ggml.pre": pre}))
