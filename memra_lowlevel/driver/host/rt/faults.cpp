@@ -145,9 +145,15 @@ void register_worker(Worker* w) {
   n_registered.store(i + 1, std::memory_order_release);
 }
 
-void note_pc(Failure& f, uintptr_t pc) {
+// As an offset into the kernel file, or into the library that the kernel called.
+void note_pc(Worker& w, uintptr_t pc) {
+  Failure& f = w.failure;
+  const uintptr_t module = reinterpret_cast<uintptr_t>(w.copy->base);
   Dl_info info;
-  if (pc && dladdr(reinterpret_cast<void*>(pc), &info) && info.dli_fname) {
+  if (pc - module < w.copy->n_bytes) {
+    snprintf(f.module, sizeof f.module, "%s", w.launch->function->module->path.c_str());
+    f.pc = pc - module;
+  } else if (pc && dladdr(reinterpret_cast<void*>(pc), &info) && info.dli_fname) {
     snprintf(f.module, sizeof f.module, "%s", info.dli_fname);
     f.pc = pc - reinterpret_cast<uintptr_t>(info.dli_fbase);
   }
@@ -178,17 +184,12 @@ std::string describe_address(const Worker& w, uintptr_t at) {
   return text;
 }
 
-void translate_fault(Worker& w, const ModuleCopy& copy) {
+void translate_fault(Worker& w) {
   Failure& f = w.failure;
+  memset(&f, 0, sizeof f);
   note_place(w, FAIL_OTHER, w.current);
   f.address = w.fault_address;
-  const uintptr_t module = reinterpret_cast<uintptr_t>(copy.base);
-  if (w.fault_pc - module < copy.n_bytes) {
-    snprintf(f.module, sizeof f.module, "%s", w.launch->function->module->path.c_str());
-    f.pc = w.fault_pc - module;
-  } else {
-    note_pc(f, w.fault_pc);
-  }
+  note_pc(w, w.fault_pc);
   const uintptr_t stacks = reinterpret_cast<uintptr_t>(w.stacks);
   const uintptr_t into = (w.fault_address - stacks) % w.stack_bytes;
   if (w.fault_signal == SIGFPE) {

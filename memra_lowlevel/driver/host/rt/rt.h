@@ -164,6 +164,7 @@ struct LaunchState;
 struct Worker {
   Context context;       // first: kernels hand its address back
   LaunchState* launch = nullptr;
+  const ModuleCopy* copy = nullptr;
   Checker* check = nullptr;
 
   uint32_t n_threads = 0, n_started = 0, n_exited = 0, current = 0;
@@ -214,6 +215,7 @@ struct Worker {
   uintptr_t fault_sp = 0;
   bool fault_is_write = false, fault_has_address = false;
   uint64_t failed_at = 0;
+  uintptr_t fail_pc = 0;  // where the kernel called the runtime, for a failure without a site
   uint32_t ordinal = 0;
 
   Worker(uint32_t ordinal);
@@ -277,9 +279,9 @@ void install_fault_handler();
 void enter_thread_for_faults();
 void register_worker(Worker* w);
 Worker* worker_of(uintptr_t sp);
-void note_pc(Failure& f, uintptr_t pc);
+void note_pc(Worker& w, uintptr_t pc);
 std::string describe_address(const Worker& w, uintptr_t at);
-void translate_fault(Worker& w, const ModuleCopy& copy);
+void translate_fault(Worker& w);
 
 // module.cpp
 const ModuleCopy* copy_for_worker(Module& m, uint32_t worker, std::string* error);

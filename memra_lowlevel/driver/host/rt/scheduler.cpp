@@ -135,7 +135,7 @@ __attribute__((always_inline)) inline void go_to(Worker& w, void** save, void* l
 #endif
 }
 
-constexpr uint32_t SPIN_BUDGET = 4096;
+constexpr uint32_t SPIN_BUDGET = 1024;
 constexpr uint32_t IDLE_LIMIT = 100000;
 
 uint32_t next_random(Worker& w) {
@@ -189,8 +189,10 @@ inline bool start_another(Worker& w) {
 [[noreturn]] void fail_stuck(Worker& w);
 
 // Leaves the running thread behind at `*save` and runs another; returns when it is switched back to.
-__attribute__((always_inline)) inline void switch_away(Worker& w, void** save) {
+// With `yields` it stays ready.
+__attribute__((always_inline)) inline void switch_away(Worker& w, void** save, bool yields = false) {
   if (start_another(w)) {
+    if (yields) w.ready.set(w.current);
     const uint32_t fiber = w.n_spare ? w.spare[--w.n_spare] : w.n_fibers;
     go_to(w, save, prepare_fiber(w, fiber), fiber);
     return;
@@ -198,6 +200,7 @@ __attribute__((always_inline)) inline void switch_away(Worker& w, void** save) {
   const int next = pick_ready(w);
   if (MEMRA_UNLIKELY(next < 0)) fail_stuck(w);
   w.ready.reset(uint32_t(next));
+  if (yields) w.ready.set(w.current);
   w.threads[next].state = RUNS;
   become(w, uint32_t(next));
   go_to(w, save, w.threads[next].sp, w.threads[next].fiber);
@@ -406,6 +409,7 @@ void leave_block(Worker& w) {
 
 void fail(Worker& w, int kind, const Site* site, const char* format, ...) {
   Failure& f = w.failure;
+  memset(&f, 0, sizeof f);
   va_list arguments;
   va_start(arguments, format);
   vsnprintf(f.message, sizeof f.message, format, arguments);
@@ -414,7 +418,10 @@ void fail(Worker& w, int kind, const Site* site, const char* format, ...) {
   if (site) {
     snprintf(f.file, sizeof f.file, "%s", site->file);
     f.line = site->line;
+  } else if (w.fail_pc) {
+    note_pc(w, w.fail_pc);
   }
+  w.fail_pc = 0;
   leave_block(w);
 }
 
@@ -515,7 +522,7 @@ bool run_block(Worker& w, const ModuleCopy& copy, uint64_t block) {
 #else
   memra_switch(&w.main_sp, prepare_fiber(w, fiber));
 #endif
-  if (MEMRA_UNLIKELY(w.faulted)) translate_fault(w, copy);
+  if (MEMRA_UNLIKELY(w.faulted)) translate_fault(w);
   if (MEMRA_UNLIKELY(w.failure.kind != FAIL_NONE)) {
     clean_up(w);
     return false;
@@ -525,6 +532,7 @@ bool run_block(Worker& w, const ModuleCopy& copy, uint64_t block) {
 
 void begin_launch(Worker& w, LaunchState& launch, const ModuleCopy& copy) {
   w.launch = &launch;
+  w.copy = &copy;
   w.n_threads = launch.block[0] * launch.block[1] * launch.block[2];
   w.order = launch.order;
   place_threads(w, launch.block);
@@ -657,6 +665,8 @@ MEMRA_EXPORT void memra_yield(Context* c) {
     w.seen_progress = w.progress;
     w.idle_yields = 0;
   } else if (++w.idle_yields > IDLE_LIMIT) {
+    w.threads[w.current].state = YIELDED;
+    w.fail_pc = reinterpret_cast<uintptr_t>(__builtin_return_address(0)) - 1;
     std::string waits;
     describe_waits(w, waits);
     fail(w, FAIL_DEADLOCK, nullptr,
@@ -667,8 +677,7 @@ MEMRA_EXPORT void memra_yield(Context* c) {
   Thread& t = w.threads[w.current];
   if (w.ready.empty() && w.n_started == w.n_threads) return;
   t.state = YIELDED;
-  w.ready.set(w.current);
-  switch_away(w, &t.sp);
+  switch_away(w, &t.sp, true);
 }
 
 MEMRA_EXPORT void memra_fail(Context* c, const Site* site, int kind, const char* message) {
