@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .calls import driver_call
 from .cuda_graphs import CudaGraphs
 from .table import (
@@ -341,6 +343,18 @@ class CudaDriver(CudaGraphs):
             return CaptureInfo(status)
         nodes = tuple(int(n) for n in values[3] or ())
         return CaptureInfo(status, int(values[1]), int(values[2]), nodes)
+
+    @driver_call
+    def cuStreamUpdateCaptureDependencies(
+        self, stream: int, deps: Sequence[int], flags: int
+    ) -> None:
+        call = "cuStreamUpdateCaptureDependencies"
+        nodes, n = self._nodes(deps), len(deps)
+        if hasattr(self._d, call + "_v2"):
+            self._call(call, stream, nodes, n, flags, stream=stream)
+        else:  # the plain name takes edge data since CUDA 13
+            data = [self._d.CUgraphEdgeData() for _ in deps]
+            self._call(call, stream, nodes, data, n, flags, stream=stream)
 
     @driver_call
     def cuThreadExchangeStreamCaptureMode(self, mode: CaptureMode) -> CaptureMode:

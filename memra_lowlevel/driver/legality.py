@@ -112,7 +112,7 @@ _MAY_WAIT = "it may wait for the whole device, and with it for work that is only
 _BEFORE = "do it before the capture or after it"
 _ARENA = "take the memory from an Arena before the capture"
 _KEEP = "keep the object until the capture has ended; finalisers of this library do"
-_CHILD = "launch it after the capture, or add its graph as a child node"
+_CHILD = "launch it after the capture, or add its graph to the capture as a child node"
 _PLAIN = "use cuMemcpyDtoDAsync, which takes pointers of two devices as well"
 _RECORD = "order work with events inside the graph; wait for the stream after the launch"
 
@@ -179,6 +179,7 @@ _ROWS: tuple[Rule, ...] = (
     _recorded("cuMemsetD32Async"),
     Rule("cuMemAllocAsync", _RECORDED, _REFUSED, 1, _MAY_WAIT, _ARENA),
     Rule("cuMemFreeAsync", _RECORDED, _REFUSED, 1, _MAY_WAIT, _KEEP),
+    _recorded("cuStreamUpdateCaptureDependencies", 0),
     _recorded("cuEventRecord", 0),
     _recorded("cuStreamWaitEvent", 0),
 )

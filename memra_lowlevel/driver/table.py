@@ -318,6 +318,16 @@ class Driver(Protocol):
     def cuStreamEndCapture(self, stream: int) -> int: ...
     def cuStreamIsCapturing(self, stream: int) -> CaptureStatus: ...
     def cuStreamGetCaptureInfo(self, stream: int) -> CaptureInfo: ...
+    def cuStreamUpdateCaptureDependencies(
+        self, stream: int, deps: Sequence[int], flags: int
+    ) -> None:
+        """Let the next recorded work wait for nodes added by hand: also (0) or only (1).
+
+        With the graph of ``cuStreamGetCaptureInfo`` this puts a child graph into a capture, which
+        ``cuGraphLaunch`` cannot.
+        """
+        ...
+
     def cuThreadExchangeStreamCaptureMode(self, mode: CaptureMode) -> CaptureMode: ...
 
     # -- graphs --------------------------------------------------------------------------------

@@ -179,9 +179,24 @@ def test_the_sources_use_no_other_call_of_the_bindings() -> None:
     for name in ("cuda.py", "cuda_base.py", "cuda_graphs.py"):
         text = (SOURCES / name).read_text(encoding="utf-8")
         used |= set(re.findall(r'_(?:call|answer|ready|pick)\(\s*"(cu\w+)"', text))
-    paired = {"cuStreamGetCaptureInfo_v3", "cuGraphGetEdges_v2"}
+    paired = {"cuStreamGetCaptureInfo_v3", "cuGraphGetEdges_v2"}  # checked in pairs
     assert used - paired <= set(N_ARGUMENTS)
     assert len(used) > 60
+
+
+def test_dependencies_of_a_capture_are_set_in_both_forms(d: CudaDriver, fake: FakeBindings) -> None:
+    call = "cuStreamUpdateCaptureDependencies"
+    forms = {4} if hasattr(real, call + "_v2") else {5}
+    assert {len(parameters(call))} == forms
+    for missing in (False, True):
+        if missing:
+            fake.missing.add(call + "_v2")
+        d.cuStreamUpdateCaptureDependencies(9, [0x70, 0x80], 1)
+        args = _last(fake, call)
+        assert [int(n) for n in args[1]] == [0x70, 0x80] and args[-2:] == (2, 1)
+        plain = not missing and 4 in forms
+        assert len(args) == (4 if plain else 5)
+        assert plain or len(args[2]) == 2
 
 
 def test_types_and_enums_that_are_used_exist() -> None:

@@ -219,6 +219,33 @@ def test_nodes_refuse_what_does_not_fit(bench: Bench) -> None:
     assert len(d.cuGraphGetNodes(one)) == 1 and not d.cuGraphGetNodes(two)
 
 
+def test_a_child_graph_goes_into_a_capture_by_hand(bench: Bench) -> None:
+    d, s = bench.d, bench.stream()
+    x = bench.ints([1])
+    child = d.cuGraphCreate()
+    d.cuGraphAddKernelNode(child, [], _add_params(bench, x, 10, 1))
+    d.cuStreamBeginCapture(s, LOCAL)
+    bench.scale_add(x, x, 1, 1, s)  # x = 2 x
+    info = d.cuStreamGetCaptureInfo(s)
+    node = d.cuGraphAddChildGraphNode(info.graph, info.dependencies, child)
+    d.cuStreamUpdateCaptureDependencies(s, [node], 1)
+    bench.scale_add(x, x, 1, 1, s)
+    with pytest.raises(InvalidArgument, match="captured graph"):
+        d.cuStreamUpdateCaptureDependencies(s, d.cuGraphGetNodes(child), 1)
+    graph = d.cuStreamEndCapture(s)
+    a, b, c = d.cuGraphGetNodes(graph)
+    assert (b, d.cuGraphGetEdges(graph)) == (node, [(a, b), (b, c)])
+    e = d.cuGraphInstantiate(graph, 0)
+    for seed in range(10):
+        with host_options(seed=seed):
+            d.cuMemsetD32Async(x, 1, 1, s)
+            d.cuGraphLaunch(e, s)
+            d.cuStreamSynchronize(s)
+            assert bench.read(x, 1) == [24]
+    with pytest.raises(InvalidArgument, match="no capture"):
+        d.cuStreamUpdateCaptureDependencies(s, [], 0)
+
+
 # -- changes -----------------------------------------------------------------------------------
 
 

@@ -374,6 +374,22 @@ class HostStreams(HostMemory):
         )
 
     @driver_call
+    def cuStreamUpdateCaptureDependencies(
+        self, stream: int, deps: Sequence[int], flags: int
+    ) -> None:
+        call = "cuStreamUpdateCaptureDependencies"
+        st = self._stream(stream, call)
+        if st.capture is None:
+            detail = "no capture is under way"
+            raise self._error(legality.ILLEGAL_STATE, call, detail, stream=stream)
+        capture = self._live_capture(call, st)
+        nodes = [self._find(self._nodes, d, call, "graph node") for d in deps]
+        if any(n.graph is not capture.graph for n in nodes) or flags not in (0, 1):
+            detail = "a node does not belong to the captured graph, or the flags are unknown"
+            raise self._error(legality.INVALID_VALUE, call, detail, stream=stream)
+        st.frontier = list(dict.fromkeys([*(st.frontier if flags == 0 else ()), *nodes]))
+
+    @driver_call
     def cuThreadExchangeStreamCaptureMode(self, mode: CaptureMode) -> CaptureMode:
         before = self._thread.mode
         self._thread.mode = CaptureMode(mode)
