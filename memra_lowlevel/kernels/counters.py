@@ -40,7 +40,7 @@ registry.register(
 
 
 def prepare(device: Device) -> None:
-    """Load the kernels, so that later calls may be captured."""
+    """Compile and load the kernels now, not at their first launch."""
     registry.kernels(device, [("set_counters", {}), ("add_counters", {})])
 
 

@@ -49,7 +49,7 @@ registry.register(
 
 
 def prepare(device: Device, k_format: Format, v_format: Format) -> None:
-    """Load the kernel, so that later calls may be captured."""
+    """Compile and load the kernel now, not at its first launch."""
     _kernel(device, k_format, v_format)
 
 

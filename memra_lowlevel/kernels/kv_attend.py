@@ -213,7 +213,7 @@ def prepare(
     group: int = 1,
     max_rows: int = 16,
 ) -> None:
-    """Load what launches of up to ``max_rows`` rows need, so that they may be captured."""
+    """Compile and load what launches of up to ``max_rows`` rows need, not at the first of them."""
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     check_supported(device, k_format, v_format, head_dim, head_dim_v, group=group)
     widest = max(head_dim, head_dim_v)

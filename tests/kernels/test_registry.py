@@ -7,7 +7,8 @@ import pytest
 
 from memra_lowlevel import errors
 from memra_lowlevel.compile import DEFAULT_ARCHS
-from memra_lowlevel.kernels import registry
+from memra_lowlevel.formats import BF16
+from memra_lowlevel.kernels import counters, kv_append, registry
 from memra_lowlevel.kernels.registry import KernelSpec, Tolerance
 
 KV = (
@@ -19,7 +20,8 @@ def test_every_spec_is_complete():
     specs = registry.all_specs()
     assert {s.name for s in specs} >= set(KV)
     for s in specs:
-        assert s.tolerance.reason and s.edges and s.numeric_class
+        assert s.tolerance.reason and s.numeric_class
+        assert s.edges or s.source.startswith("bench/"), s.name
         assert (s.tolerance.kind == "bitwise") == (s.tolerance.value == 0)
         module, _, function = s.oracle.partition(":")
         assert callable(getattr(importlib.import_module(module), function)), s.name
@@ -68,18 +70,22 @@ def test_kernels_are_loaded_once_per_device(device):
     assert np.dtype(first.params[0].dtype) == np.int32
 
 
-def test_loading_is_refused_under_capture_and_works_before(device, stream):
-    from memra_lowlevel.formats import BF16, F32
-    from memra_lowlevel.kernels import counters, kv_append
-
-    counters.prepare(device)
-    block = device.zeros(4, np.int32, stream)
-    with pytest.raises(errors.CaptureForbidden), stream.capture("late"):
-        kv_append.prepare(device, F32, BF16)
-    with stream.capture("early") as graph:
-        counters.add_counters(stream, block, 3)
+def test_kernels_may_be_loaded_in_the_middle_of_a_capture(device, stream):
+    """Drivers allow it, so the first launch of an instance may be a captured one."""
+    x = device.from_numpy(np.arange(64, dtype=np.float32).reshape(1, 64), stream)
+    plane = device.zeros(256 + 8, np.uint8, stream)
+    length = device.zeros(1, np.int32, stream)
+    with stream.capture("first use") as graph:
+        kv_append.append(
+            stream, x, x, plane, plane.view(128, (136,), np.uint8), length,
+            k_format=BF16, v_format=BF16, rows=1,
+        )  # fmt: skip
+        counters.add_counters(stream, length, 3)
     step = graph.instantiate()
+    assert not plane.to_numpy(stream).any()
     step.launch(stream)
-    step.launch(stream)
-    assert (block.to_numpy(stream) == 6).all()
+    assert np.array_equal(
+        plane.to_numpy(stream)[:256].reshape(2, 128), BF16.encode(x.to_numpy(stream)).repeat(2, 0)
+    )
+    assert length.to_numpy(stream) == 3
     step.close()
