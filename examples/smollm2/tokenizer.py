@@ -161,16 +161,27 @@ class BpeTokenizer(Tokenizer):
                 "This vocabulary needs the package regex, which is not installed. "
                 "Install the extra: pip install 'memra-lowlevel[demo]', or use --model tiny."
             ) from error
-        tokens: list[str] = vocabulary.get("tokenizer.ggml.tokens", [])
-        merges: list[str] = vocabulary.get("tokenizer.ggml.merges", [])
+        try:
+            self._read(vocabulary, regex)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ModelError(
+                f"the vocabulary of the file is damaged ({type(error).__name__}: {error}). "
+                f"{ALTERNATIVES}"
+            ) from error
+        self._patterns = [regex.compile(p) for p in PRE_TOKENIZERS[pre]]
+        self._whole_words = pre == "llama-bpe"  # a word that is a token needs no merges
+        self._merged = functools.lru_cache(maxsize=1 << 16)(self._merge)
+
+    def _read(self, vocabulary: dict[str, Any], regex: Any) -> None:
+        tokens: list[str] = vocabulary["tokenizer.ggml.tokens"]
+        merges: list[str] = vocabulary["tokenizer.ggml.merges"]
         kinds: list[int] = vocabulary.get("tokenizer.ggml.token_type", [1] * len(tokens))
         if not tokens or not merges or len(kinds) != len(tokens):
-            raise ModelError(f"the vocabulary of the file is incomplete. {ALTERNATIVES}")
+            raise ValueError(f"{len(tokens)} tokens, {len(kinds)} kinds, {len(merges)} merges")
         self.n_vocab = len(tokens)
         self.chat_template = vocabulary.get("tokenizer.chat_template")
         self._id = {token: i for i, token in enumerate(tokens)}
         self._rank = {tuple(merge.split(" ", 1)): i for i, merge in enumerate(merges)}
-        self._patterns = [regex.compile(p) for p in PRE_TOKENIZERS[pre]]
         self._alphabet = _byte_alphabet()
         byte = {c: b for b, c in self._alphabet.items()}
         self._bytes = [
@@ -179,18 +190,20 @@ class BpeTokenizer(Tokenizer):
             else bytes(byte[c] for c in token)
             for token, kind in zip(tokens, kinds, strict=True)
         ]  # fmt: skip
-        special = [t for t, kind in zip(tokens, kinds, strict=True) if kind in (3, 4)]
-        self._special = regex.compile(
-            "(" + "|".join(map(regex.escape, sorted(special, key=len, reverse=True))) + ")"
-        ) if special else None  # fmt: skip
+        named = {
+            t for t, kind in zip(tokens, kinds, strict=True) if kind in (_CONTROL, _USER_DEFINED)
+        }
+        longest_first = sorted(named, key=len, reverse=True)
+        self._special = (
+            regex.compile("(" + "|".join(map(regex.escape, longest_first)) + ")") if named else None
+        )
         ends = [vocabulary.get(f"tokenizer.ggml.{n}_token_id") for n in ("eos", "eot")]
-        named = [self._id.get(n) for n in ("<|endoftext|>", "<|im_end|>", "<|eot_id|>")]
-        self.end_tokens = frozenset(int(t) for t in (*ends, *named) if t is not None)
+        ends += [self._id.get(n) for n in ("<|endoftext|>", "<|im_end|>", "<|eot_id|>")]
+        self.end_tokens = frozenset(int(t) for t in ends if t is not None)
         begin = vocabulary.get("tokenizer.ggml.bos_token_id")
-        adds = bool(vocabulary.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe"))
+        llama3 = vocabulary.get("tokenizer.ggml.pre") == "llama-bpe"
+        adds = bool(vocabulary.get("tokenizer.ggml.add_bos_token", llama3))
         self._begin = [int(begin)] if adds and begin is not None else []
-        self._whole_words = pre == "llama-bpe"  # a word that is a token needs no merges
-        self._merged = functools.lru_cache(maxsize=1 << 16)(self._merge)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         pieces = self._special.split(text) if special and self._special else [text]

@@ -46,7 +46,9 @@ def weight_rows(rows: Array, format: str) -> F64:
     rows = np.ascontiguousarray(rows)
     n_out = rows.shape[0]
     if format in ("f32", "f16"):
-        return rows.view(np.float32 if format == "f32" else np.float16).astype(np.float64)
+        stored = rows.view(np.float32 if format == "f32" else np.float16)
+        decoded: F64 = stored.astype(np.float64)
+        return decoded
     block_bytes = {"q8_0": 34, "q4_1": 20}[format]
     blocks = rows.reshape(n_out, -1, block_bytes)
     d = blocks[..., 0:2].copy().view(np.float16).astype(np.float64)
@@ -61,7 +63,8 @@ def weight_rows(rows: Array, format: str) -> F64:
 
 def matmul_rows(rows: Array, format: str, x: Array) -> F64:
     """``x @ W.T`` of stored weights: float64[n_rows, n_out] from x[n_rows, n_in]."""
-    return np.asarray(x, np.float64) @ weight_rows(rows, format).T
+    product: F64 = np.asarray(x, np.float64) @ weight_rows(rows, format).T
+    return product
 
 
 def embed_rows(rows: Array, format: str, tokens: Array) -> F64:
@@ -99,7 +102,8 @@ def rope_angles(n_positions: int, n_rot: int, theta: float, factors: Array | Non
     if factors is not None:
         frequency = frequency / np.asarray(factors, np.float64)
     angle = np.arange(n_positions, dtype=np.float64)[:, None] * frequency
-    return np.stack([np.cos(angle), np.sin(angle)], axis=-1)
+    turns: F64 = np.stack([np.cos(angle), np.sin(angle)], axis=-1)
+    return turns
 
 
 def split_rope(
@@ -121,7 +125,8 @@ def split_rope(
         heads = x.reshape(n_rows, -1, head_dim).copy()
         pairs = np.ascontiguousarray(heads[..., :n_rot]).view(np.complex128) * unit
         heads[..., :n_rot] = pairs.view(np.float64)
-        return heads.reshape(n_rows, -1)
+        rows: F64 = heads.reshape(n_rows, -1)
+        return rows
 
     q, k, v = np.split(joined, [q_dim, q_dim + kv_dim], axis=-1)
     return rotate(q), rotate(k), v

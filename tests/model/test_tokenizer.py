@@ -113,6 +113,10 @@ def test_chat_follows_the_template():
         {"tokenizer.ggml.pre": "unheard-of"},
         {"tokenizer.ggml.merges": []},
         {"tokenizer.ggml.token_type": [1]},
+        {"tokenizer.ggml.token_type": None},
+        {"tokenizer.ggml.tokens": ["日本"] * 5},
+        {"tokenizer.ggml.tokens": 7},
+        {"tokenizer.ggml.eos_token_id": "x"},
     ],
 )
 def test_other_vocabularies_are_refused_with_a_remedy(change):
