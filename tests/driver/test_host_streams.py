@@ -287,6 +287,10 @@ def test_options_are_checked_and_restored() -> None:
     with host_options(seed=9, order="reverse", workers=1, check=True) as o:
         assert o == current_options() and (o.seed, o.order, o.check) == (9, "reverse", True)
     assert current_options() is before
+    kept = host_options(seed=5)  # without a block it stays until it is undone
+    assert current_options().seed == 5
+    kept.__exit__()
+    assert current_options() is before
     for bad in ({"order": "sideways"}, {"workers": 0}, {"max_pending": 0}):
         with pytest.raises(ValueError):
             HostOptions(**bad)  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from ..table import (
     LaunchAttributes,
     NodeType,
 )
+from . import runner
 from .options import current_options
 from .streams import HostStreams
 
@@ -49,6 +50,7 @@ class HostFunction:
     offsets: tuple[int, ...]
     shared_bytes: int = 0
     settings: dict[FuncAttribute, int] = field(default_factory=dict)
+    accepted: set[tuple[Dim3, Dim3, int]] = field(default_factory=set)
 
 
 def _natural_offsets(sizes: Sequence[int]) -> tuple[int, ...]:
@@ -78,8 +80,6 @@ class KernelWork:
 
     def run(self) -> None:
         """Run all blocks of the grid."""
-        from . import runner
-
         o, p = current_options(), self.params
         self.serial += 1
         check = self.func.module.check
@@ -109,8 +109,6 @@ class HostModules(HostStreams):
         call = "cuModuleLoadData"
         self._gate(call)
         self._ctx(call)
-        from . import runner
-
         try:
             path = Path(image.rstrip(b"\0").decode("utf-8"))
             known = path.is_file()
@@ -142,8 +140,6 @@ class HostModules(HostStreams):
             self._names.pop(handle, None)
         del self._modules[module]
         if not self._in_use(found):
-            from . import runner
-
             runner.unload(found.native)
 
     @driver_call
@@ -152,8 +148,6 @@ class HostModules(HostStreams):
         found = self._find(self._modules, module, call, "module")
         if name in found.functions:
             return found.functions[name]
-        from . import runner
-
         try:
             native = runner.get_function(found.native, name)
         except InvalidArgument as error:
@@ -209,6 +203,7 @@ class HostModules(HostStreams):
                 "CUDA_ERROR_INVALID_VALUE", call, f"{attribute!r} cannot be set", kernel=func
             )
         f.settings[attribute] = value
+        f.accepted.clear()
 
     @driver_call
     def cuFuncGetParamInfo(self, func: int, index: int) -> tuple[int, int] | None:
@@ -236,6 +231,20 @@ class HostModules(HostStreams):
     def _kernel_work(self, call: str, params: KernelNodeParams) -> KernelWork:
         """Check a launch against the limits that a GPU has, and copy its values."""
         f = self._func(params.func, call)
+        shape = (params.grid, params.block, params.shared_bytes)
+        if shape not in f.accepted:
+            self._check_shape(call, f, params)
+            f.accepted.add(shape)
+        sizes = tuple(len(p) for p in params.params)
+        if sizes != f.sizes:
+            raise self._error(
+                "CUDA_ERROR_INVALID_VALUE", call,
+                f"parameters of {sizes} bytes, the kernel takes {f.sizes}", kernel=params.func,
+            )  # fmt: skip
+        return KernelWork(f, params)
+
+    def _check_shape(self, call: str, f: HostFunction, params: KernelNodeParams) -> None:
+        """Refuse a grid, block or shared memory that a GPU would refuse."""
         lim = self.limits
         A = DeviceAttribute
         bounds = (
@@ -269,13 +278,6 @@ class HostModules(HostStreams):
                 "raise MAX_DYNAMIC_SHARED_SIZE_BYTES of the kernel first",
                 kernel=params.func,
             )  # fmt: skip
-        sizes = tuple(len(p) for p in params.params)
-        if sizes != f.sizes:
-            raise self._error(
-                "CUDA_ERROR_INVALID_VALUE", call,
-                f"parameters of {sizes} bytes, the kernel takes {f.sizes}", kernel=params.func,
-            )  # fmt: skip
-        return KernelWork(f, params)
 
     def _launch(
         self,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 __all__ = ["HostOptions", "Order", "current_options", "host_options"]
 
@@ -84,35 +82,40 @@ def options_generation() -> int:
     return _HOLDER.generation
 
 
-@contextlib.contextmanager
-def host_options(
-    *,
-    seed: int | None = None,
-    order: Order | None = None,
-    thread_order: Order | None = None,
-    workers: int | None = None,
-    check: bool | None = None,
-    memory_bytes: int | None = None,
-    max_pending: int | None = None,
-) -> Iterator[HostOptions]:
-    """Change settings of the host device inside a ``with`` block, for all threads.
+class host_options:
+    """Change settings of the host device, for all threads.
 
-    Entering reseeds the random choices, so that the block can be repeated. Arguments left out
-    keep their value. See :class:`HostOptions` for their meaning.
+    They hold from the call on; used in a ``with`` statement, until the end of the block. The call
+    also reseeds the random choices, so that what follows can be repeated. Arguments left out keep
+    their value. See :class:`HostOptions` for their meaning.
     """
-    before = _HOLDER.options
-    given = {
-        "seed": seed,
-        "order": order,
-        "thread_order": thread_order,
-        "workers": workers,
-        "check": check,
-        "memory_bytes": memory_bytes,
-        "max_pending": max_pending,
-    }
-    options = replace(before, **{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
-    _HOLDER.set(options)
-    try:
-        yield options
-    finally:
-        _HOLDER.set(before)
+
+    def __init__(
+        self,
+        *,
+        seed: int | None = None,
+        order: Order | None = None,
+        thread_order: Order | None = None,
+        workers: int | None = None,
+        check: bool | None = None,
+        memory_bytes: int | None = None,
+        max_pending: int | None = None,
+    ) -> None:
+        self._before = _HOLDER.options
+        given: dict[str, Any] = {
+            "seed": seed,
+            "order": order,
+            "thread_order": thread_order,
+            "workers": workers,
+            "check": check,
+            "memory_bytes": memory_bytes,
+            "max_pending": max_pending,
+        }
+        self.options = replace(self._before, **{k: v for k, v in given.items() if v is not None})
+        _HOLDER.set(self.options)
+
+    def __enter__(self) -> HostOptions:
+        return self.options
+
+    def __exit__(self, *_: object) -> None:
+        _HOLDER.set(self._before)
