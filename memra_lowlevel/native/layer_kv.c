@@ -25,6 +25,7 @@ typedef struct {
                   int64_t, int64_t, int64_t, float *, float *);
     int (*phase_delta)(const double *, const double *, const double *, const float *,
                        const float *, int64_t, int64_t, int64_t, float *, float *);
+    float (*read_all)(const float *, int64_t);
 } lkv_table;
 
 static inline uint32_t lkv_bits(float x)
@@ -75,11 +76,15 @@ static inline float lkv_sum32(const float *a)
     return s[0];
 }
 
+static inline void lkv_sum32x4(float (*a)[32], float *out)
+{
+    for (int i = 0; i < 4; i++) out[i] = lkv_sum32(a[i]);
+}
+
 #define LKV_NAME(f) f##_base
 #define LKV_FMA LKV_FMA_BASE
 #define V float
 #define VW 1
-#define V_ROWS 1
 #define V_ZERO() 0.0f
 #define V_SET1(x) (x)
 #define V_LOAD(p) (*(p))
@@ -89,12 +94,12 @@ static inline float lkv_sum32(const float *a)
 #define V_CODES_PART(p, n) ((float)*(p))
 #define V_FMA LKV_FMA_BASE
 #define V_SUM32 lkv_sum32
+#define V_SUM32X4 lkv_sum32x4
 #include "layer_kv_loops.h"
 #undef LKV_NAME
 #undef LKV_FMA
 #undef V
 #undef VW
-#undef V_ROWS
 #undef V_ZERO
 #undef V_SET1
 #undef V_LOAD
@@ -104,6 +109,7 @@ static inline float lkv_sum32(const float *a)
 #undef V_CODES_PART
 #undef V_FMA
 #undef V_SUM32
+#undef V_SUM32X4
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define LKV_X86 1
@@ -148,11 +154,25 @@ static inline float lkv_sum32_avx2(const __m256 *a)
     return lkv_sum8(_mm256_add_ps(_mm256_add_ps(a[0], a[2]), _mm256_add_ps(a[1], a[3])));
 }
 
+static inline void lkv_sum32x4_avx2(__m256 (*a)[4], float *out)
+{
+    __m256 x[4];
+    for (int i = 0; i < 4; i++)
+        x[i] = _mm256_add_ps(_mm256_add_ps(a[i][0], a[i][2]), _mm256_add_ps(a[i][1], a[i][3]));
+    __m256 p = _mm256_add_ps(_mm256_permute2f128_ps(x[0], x[2], 0x20),
+                             _mm256_permute2f128_ps(x[0], x[2], 0x31));
+    __m256 q = _mm256_add_ps(_mm256_permute2f128_ps(x[1], x[3], 0x20),
+                             _mm256_permute2f128_ps(x[1], x[3], 0x31));
+    p = _mm256_add_ps(_mm256_shuffle_ps(p, q, 0x44), _mm256_shuffle_ps(p, q, 0xEE));
+    p = _mm256_add_ps(_mm256_shuffle_ps(p, p, 0x88), _mm256_shuffle_ps(p, p, 0xDD));
+    __m128 low = _mm256_castps256_ps128(p), high = _mm256_extractf128_ps(p, 1);
+    _mm_storeu_ps(out, _mm_movelh_ps(low, high));
+}
+
 #define LKV_NAME(f) f##_avx2
 #define LKV_FMA(a, b, c) __builtin_fmaf(a, b, c)
 #define V __m256
 #define VW 8
-#define V_ROWS 2
 #define V_ZERO _mm256_setzero_ps
 #define V_SET1 _mm256_set1_ps
 #define V_LOAD _mm256_loadu_ps
@@ -162,12 +182,12 @@ static inline float lkv_sum32_avx2(const __m256 *a)
 #define V_CODES_PART lkv_codes_part_avx2
 #define V_FMA _mm256_fmadd_ps
 #define V_SUM32 lkv_sum32_avx2
+#define V_SUM32X4 lkv_sum32x4_avx2
 #include "layer_kv_loops.h"
 #undef LKV_NAME
 #undef LKV_FMA
 #undef V
 #undef VW
-#undef V_ROWS
 #undef V_ZERO
 #undef V_SET1
 #undef V_LOAD
@@ -177,6 +197,7 @@ static inline float lkv_sum32_avx2(const __m256 *a)
 #undef V_CODES_PART
 #undef V_FMA
 #undef V_SUM32
+#undef V_SUM32X4
 #ifdef __clang__
 #pragma clang attribute pop
 #else
@@ -217,11 +238,24 @@ static inline float lkv_sum32_avx512(const __m512 *a)
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
 
+static inline void lkv_sum32x4_avx512(__m512 (*a)[2], float *out)
+{
+    __m512 x[4];
+    for (int i = 0; i < 4; i++) x[i] = _mm512_add_ps(a[i][0], a[i][1]);
+    __m512 p = _mm512_add_ps(_mm512_shuffle_f32x4(x[0], x[1], 0x44),
+                             _mm512_shuffle_f32x4(x[0], x[1], 0xEE));
+    __m512 q = _mm512_add_ps(_mm512_shuffle_f32x4(x[2], x[3], 0x44),
+                             _mm512_shuffle_f32x4(x[2], x[3], 0xEE));
+    p = _mm512_add_ps(_mm512_shuffle_f32x4(p, q, 0x88), _mm512_shuffle_f32x4(p, q, 0xDD));
+    p = _mm512_add_ps(p, _mm512_permute_ps(p, 0x4E));
+    p = _mm512_add_ps(p, _mm512_permute_ps(p, 0xB1));
+    _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, p)));
+}
+
 #define LKV_NAME(f) f##_avx512
 #define LKV_FMA(a, b, c) __builtin_fmaf(a, b, c)
 #define V __m512
 #define VW 16
-#define V_ROWS 4
 #define V_ZERO _mm512_setzero_ps
 #define V_SET1 _mm512_set1_ps
 #define V_LOAD _mm512_loadu_ps
@@ -231,6 +265,7 @@ static inline float lkv_sum32_avx512(const __m512 *a)
 #define V_CODES_PART lkv_codes_part_avx512
 #define V_FMA _mm512_fmadd_ps
 #define V_SUM32 lkv_sum32_avx512
+#define V_SUM32X4 lkv_sum32x4_avx512
 #include "layer_kv_loops.h"
 #ifdef __clang__
 #pragma clang attribute pop
@@ -283,6 +318,7 @@ int lkv_isa(void)
 
 #define T (tables[lkv_isa()])
 
+float lkv_read(const float *x, int64_t n) { return T->read_all(x, n); }
 void lkv_map_exp(const float *x, float *y, int64_t n) { T->map_exp(x, y, n); }
 void lkv_map_tanh(const float *x, float *y, int64_t n) { T->map_tanh(x, y, n); }
 

@@ -34,6 +34,7 @@ int lkv_isa_mask(void);
 int lkv_isa(void);
 int lkv_select_isa(int isa);
 
+float lkv_read(const float *x, int64_t n);
 void lkv_map_exp(const float *x, float *y, int64_t n);
 void lkv_map_tanh(const float *x, float *y, int64_t n);
 void lkv_dot_rows(const float *q, const float *rows, int64_t n_rows, int64_t hd, float *out);

@@ -1,8 +1,8 @@
 /* The loops, once per instruction set. layer_kv.c includes this file under a compiler target and
  * defines before:
  *   LKV_NAME(f)  f with the set's suffix      LKV_FMA       fused multiply-add of scalars
- *   V, VW        a vector and its lanes (1, 8 or 16)        V_ROWS        rows of keys scored at once
- *   V_ZERO V_SET1 V_LOAD V_STORE V_LOAD_PART V_STORE_PART V_CODES V_CODES_PART V_FMA V_SUM32
+ *   V, VW        a vector and its lanes (1, 8 or 16)
+ *   V_ZERO V_SET1 V_LOAD V_STORE V_LOAD_PART V_CODES V_CODES_PART V_FMA V_SUM32 V_SUM32X4
  * Each result is fixed by the order written here, whatever the set: a dot product is 32 lanes of
  * fused steps and a butterfly (strides 16, 8, 4, 2, 1); everything else is plain IEEE arithmetic
  * that the compiler may vectorise but not reassociate. */
@@ -10,68 +10,73 @@
 
 #define NV (32 / VW)
 
-/* q is padded to a multiple of 32 with -0: the product of a pad is -0 and leaves any sum alone. */
-static inline __attribute__((always_inline)) void LKV_NAME(dot_block)(
-    const float *restrict q, const float *restrict row, int64_t stride, int64_t hd, int n_rows,
-    float *restrict out)
+/* The 32 lanes of one row. q is padded to a multiple of 32 with -0: the product of a pad is -0 and
+ * leaves any sum alone. */
+static inline __attribute__((always_inline)) void LKV_NAME(lanes)(
+    const float *restrict q, const float *restrict row, int64_t hd, V *restrict acc)
 {
-    V acc[V_ROWS][NV];
-    for (int r = 0; r < n_rows; r++)
-        for (int j = 0; j < NV; j++) acc[r][j] = V_ZERO();
     int64_t d = 0;
+    for (int j = 0; j < NV; j++) acc[j] = V_ZERO();
     for (; d + 32 <= hd; d += 32)
-        for (int j = 0; j < NV; j++) {
-            V a = V_LOAD(q + d + j * VW);
-            for (int r = 0; r < n_rows; r++)
-                acc[r][j] = V_FMA(a, V_LOAD(row + r * stride + d + j * VW), acc[r][j]);
-        }
-    if (d < hd)
-        for (int j = 0; j < NV; j++) {
-            int64_t left = hd - d - j * VW;
-            if (left <= 0) break;
-            V a = V_LOAD(q + d + j * VW);
-            for (int r = 0; r < n_rows; r++) {
-                const float *p = row + r * stride + d + j * VW;
-                V b = left >= VW ? V_LOAD(p) : V_LOAD_PART(p, left);
-                acc[r][j] = V_FMA(a, b, acc[r][j]);
-            }
-        }
-    for (int r = 0; r < n_rows; r++) out[r] = V_SUM32(acc[r]);
+        for (int j = 0; j < NV; j++)
+            acc[j] = V_FMA(V_LOAD(q + d + j * VW), V_LOAD(row + d + j * VW), acc[j]);
+    for (int j = 0; j < NV && d + j * VW < hd; j++) {
+        int64_t left = hd - d - j * VW;
+        const float *p = row + d + j * VW;
+        acc[j] = V_FMA(V_LOAD(q + d + j * VW), left >= VW ? V_LOAD(p) : V_LOAD_PART(p, left), acc[j]);
+    }
 }
 
+static inline __attribute__((always_inline)) void LKV_NAME(code_lanes)(
+    const float *restrict q, const int8_t *restrict codes, int64_t left, V *restrict acc)
+{
+    for (int j = 0; j < NV; j++) {
+        acc[j] = V_ZERO();
+        int64_t lanes = left - j * VW;
+        if (lanes <= 0) continue;
+        const int8_t *p = codes + j * VW;
+        V b = lanes >= VW ? V_CODES(p) : V_CODES_PART(p, lanes);
+        acc[j] = V_FMA(b, V_LOAD(q + j * VW), acc[j]);
+    }
+}
+
+/* Four rows share the steps of their butterflies; each keeps its own order. */
 static void LKV_NAME(score_rows)(const float *q, const float *rows, int64_t hd, int64_t n,
                                  float scale, float *out)
 {
+    V acc[4][NV];
+    float d[4];
     int64_t r = 0;
-    float d[V_ROWS];
-    for (; r + V_ROWS <= n; r += V_ROWS) {
-        LKV_NAME(dot_block)(q, rows + r * hd, hd, hd, V_ROWS, d);
-        for (int i = 0; i < V_ROWS; i++) out[r + i] = d[i] * scale;
+    for (; r + 4 <= n; r += 4) {
+        for (int i = 0; i < 4; i++) LKV_NAME(lanes)(q, rows + (r + i) * hd, hd, acc[i]);
+        V_SUM32X4(acc, d);
+        for (int i = 0; i < 4; i++) out[r + i] = d[i] * scale;
     }
     for (; r < n; r++) {
-        LKV_NAME(dot_block)(q, rows + r * hd, hd, hd, 1, d);
-        out[r] = d[0] * scale;
+        LKV_NAME(lanes)(q, rows + r * hd, hd, acc[0]);
+        out[r] = V_SUM32(acc[0]) * scale;
     }
 }
 
 static void LKV_NAME(score_codes)(const float *q, const int8_t *codes, const float *scales,
                                   int64_t hd, int64_t groups, int64_t n, float scale, float *out)
 {
+    V acc[4][NV];
+    float d[4];
     for (int64_t r = 0; r < n; r++) {
         const int8_t *row = codes + r * hd;
+        const float *s = scales + r * groups;
         float dot = 0.0f;
-        for (int64_t g = 0; g < groups; g++) {
-            V acc[NV];
-            int64_t left = hd - g * 32;
-            for (int j = 0; j < NV; j++) {
-                acc[j] = V_ZERO();
-                int64_t lanes = left - j * VW;
-                if (lanes <= 0) continue;
-                const int8_t *p = row + g * 32 + j * VW;
-                V b = lanes >= VW ? V_CODES(p) : V_CODES_PART(p, lanes);
-                acc[j] = V_FMA(b, V_LOAD(q + g * 32 + j * VW), acc[j]);
-            }
-            dot = dot + V_SUM32(acc) * scales[r * groups + g];
+        int64_t g = 0;
+        for (; g + 4 <= groups && g * 32 + 128 <= hd; g += 4) {
+            for (int i = 0; i < 4; i++)
+                LKV_NAME(code_lanes)(q + (g + i) * 32, row + (g + i) * 32, 32, acc[i]);
+            V_SUM32X4(acc, d);
+            for (int i = 0; i < 4; i++) dot = dot + d[i] * s[g + i];
+        }
+        for (; g < groups; g++) {
+            LKV_NAME(code_lanes)(q + g * 32, row + g * 32, hd - g * 32, acc[0]);
+            dot = dot + V_SUM32(acc[0]) * s[g];
         }
         out[r] = dot * scale;
     }
@@ -508,6 +513,18 @@ static int LKV_NAME(phase_delta)(const double *decay, const double *fk, const do
     return 0;
 }
 
+/* What reading costs by itself: the yardstick of the benchmark. */
+static float LKV_NAME(read_all)(const float *x, int64_t n)
+{
+    V one = V_SET1(1.0f), acc[4 * NV];
+    float sum = 0.0f;
+    for (int j = 0; j < 4 * NV; j++) acc[j] = V_ZERO();
+    for (int64_t i = 0; i + 128 <= n; i += 128)
+        for (int j = 0; j < 4 * NV; j++) acc[j] = V_FMA(V_LOAD(x + i + j * VW), one, acc[j]);
+    for (int j = 0; j < 4; j++) sum += V_SUM32(acc + j * NV);
+    return sum;
+}
+
 static void LKV_NAME(map_exp)(const float *x, float *y, int64_t n)
 {
     for (int64_t i = 0; i < n; i++) y[i] = LKV_NAME(lkv_exp)(x[i]);
@@ -521,6 +538,6 @@ static void LKV_NAME(map_tanh)(const float *x, float *y, int64_t n)
 static const lkv_table LKV_NAME(table) = {
     LKV_NAME(map_exp),      LKV_NAME(map_tanh),     LKV_NAME(score_rows),     LKV_NAME(quantise),
     LKV_NAME(attend),       LKV_NAME(bounded_step), LKV_NAME(nystrom_step),   LKV_NAME(nystrom_replay),
-    LKV_NAME(phase),        LKV_NAME(phase_delta),
+    LKV_NAME(phase),        LKV_NAME(phase_delta),  LKV_NAME(read_all),
 };
 #undef NV

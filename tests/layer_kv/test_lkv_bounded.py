@@ -325,6 +325,9 @@ def test_non_finite_steps_change_nothing(path):
                     KvStateError, c, lambda a=args, o=out: c.bounded_step(*a, w, rope, 1.0, 4, o)
                 )
                 assert np.isnan(out).all()
+        huge = np.full(64, 3e38, np.float32)  # finite, but the scores are not
+        over = (huge, huge[:32], gen(3, 32), w, rope, 1.0, 4, poisoned(64))
+        refused(KvStateError, c, lambda: c.bounded_step(*over))
         refused(
             KvStateError, c,
             lambda: c.bounded_step(gen(1, 64), gen(2, 32), gen(3, 32), w, rope, np.nan, 4, out),
