@@ -36,14 +36,16 @@ inline uint32_t thread_of(uint64_t s) { return uint32_t(s >> 3) & 1023; }
 inline uint64_t flags_of(uint64_t s) { return s & 7; }
 
 // reads[0] is the newest, reads[1] one of the same block but (if possible) of another warp, reads[2]
-// one of another block. Atomic writes are kept among the reads too: several threads may make them
-// without order among each other.
+// one of another block; `lanes` are all that read in the warp of the newest, none before
+// `lanes_time`. Atomic writes are kept among the reads too: several threads may make them without
+// order among each other.
 struct Cell {
   uint64_t write;
   uint64_t reads[3];
   uint32_t write_pc, read_pcs[3];
+  uint32_t lanes, lanes_time;
 };
-static_assert(sizeof(Cell) == 48);
+static_assert(sizeof(Cell) == 56);
 
 enum Mark : uint8_t { FINE = 0, UNINITIALISED = 1, FORBIDDEN = 2 };  // one per byte of memory
 
@@ -309,6 +311,14 @@ inline bool conflicts(Checker& c, uint64_t other, uint64_t flags, uint32_t me) {
 template <bool SHARED>
 inline void add_read(Checker& c, Cell& cell, uint64_t stamp, uint32_t pc) {
   const uint64_t newest = cell.reads[0];
+  const uint32_t bit = 1u << (thread_of(stamp) & 31), time = time_of(stamp);
+  if (newest >> 40 == stamp >> 40 && ((newest ^ stamp) & 0x1f00) == 0 &&
+      cell.lanes_time >= c.warp_time[thread_of(stamp) >> 5] && cell.lanes_time >= c.barrier_time) {
+    cell.lanes |= bit;
+  } else {
+    cell.lanes = bit;
+    cell.lanes_time = time;
+  }
   constexpr uint64_t WHO = (uint64_t(MAX_SEQUENCE) << 40) | (1023u << 3);
   if (newest && (newest ^ stamp) & WHO) {
     if (block_of(newest) != block_of(stamp)) {
@@ -343,6 +353,19 @@ inline void touch(Checker& c, Cell& cell, const Access& a, uint64_t stamp, uint3
     if (MEMRA_UNLIKELY(conflicts<SHARED>(c, other, a.flags, me))) {
       report_race(c, a, other, cell.read_pcs[i], flags_of(other) == ATOMIC_WRITE);
     }
+  }
+  if (a.is_write && !a.flags && cell.lanes) {
+    const uint64_t newest = cell.reads[0];
+    if (newest >> 40 == stamp >> 40 && ((newest ^ stamp) & 0x1f00) == 0) {
+      for (uint32_t rest = cell.lanes & ~(1u << (me & 31)); rest; rest &= rest - 1) {
+        const uint32_t lane = uint32_t(__builtin_ctz(rest));
+        if (cell.lanes_time < lane_time(c, me, lane) || cell.lanes_time < c.barrier_time) continue;
+        const uint64_t other = (uint64_t(c.sequence) << 40) | (uint64_t(cell.lanes_time) << 13) |
+                               (uint64_t((me & ~31u) | lane) << 3);
+        if (!ordered<SHARED>(c, other, me)) report_race(c, a, other, cell.read_pcs[0], false);
+      }
+    }
+    cell.lanes = 0;
   }
   if (!a.is_write || a.flags == ATOMIC_WRITE) add_read<SHARED>(c, cell, stamp, pc);
   if (a.is_write) {
