@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 from .. import native
 from ..driver.table import KernelNodeParams, MemcpyNodeParams
 from ..driver.trace import caller
-from ..errors import ArgumentError, DriverError, UpdateRefused
+from ..errors import ArgumentError, CaptureForbidden, DriverError, UpdateRefused
 from ..runtime.launch import driver_error
 from ..runtime.lifetime import Owned
-from ..runtime.recording import Keeps
+from ..runtime.recording import Keeps, forbid
 from ..runtime.storage import Storage
-from .capture import capture_of
+from .capture import Capture, capture_of
 from .graph import Graph, Node
 from .update import FIELDS, NodeParams, new_copy, new_kernel, new_memset, read_params, refused
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from .effects import Effect
 
 __all__ = ["GraphExec"]
+
+
+_REPLACE = 1  # CU_STREAM_SET_CAPTURE_DEPENDENCIES
 
 
 class GraphExec(Owned):
@@ -46,6 +49,7 @@ class GraphExec(Owned):
     def __init__(self, graph: Graph) -> None:
         context = graph.context
         driver, source = context.driver, graph.handle
+        forbid("cuGraphInstantiate", what=f"graph {graph.name!r}")
         context.reap()
         context.activate()
         handle = driver.cuGraphInstantiate(source, 0)
@@ -68,13 +72,13 @@ class GraphExec(Owned):
         super().__init__(context, graph.name, reclaim)
         driver.name_handle(handle, self.name)
         self._cell: Any = None
+        self._bound: Stream | None = None
         if context.native is not None and native.available():
             ffi = native.ffi
             cell = self._cell = ffi.new("mll_exec *")
             cell.device, cell.exec = context.native.cell, ffi.cast("void *", handle)
             cell.id = context.native.number(self.name, self.where)
             self._launch = native.lib.mll_graph_launch
-        self._n_base = 0
         self._load_effects()
 
     @property
@@ -101,9 +105,8 @@ class GraphExec(Owned):
         if self.checks:
             for check in self.checks:
                 check(self)
-        cell = self._cell
-        if cell is not None:
-            code = self._launch(cell, stream.cell)
+        if stream is self._bound:
+            code = self._launch(self._cell)
             if code == 0:
                 return
             if code > 0:
@@ -113,6 +116,7 @@ class GraphExec(Owned):
     def upload(self, stream: Stream) -> None:
         """Bring the graph to the device ahead of its first launch."""
         self._check_stream(stream)
+        forbid("cuGraphUpload", stream=stream, what=f"graph {self.name!r}")
         self.context.ensure()
         self.context.driver.cuGraphUpload(self.handle, stream.handle)
 
@@ -174,8 +178,7 @@ class GraphExec(Owned):
         self._set(node, new)
         self._params[node.index] = new
         self.n_updates += 1
-        if self._cell is not None:
-            self._cell.last = native.ffi.NULL
+        self._bound = None
 
     def update_graph(self, graph: Graph) -> None:
         """Take over all parameters of another graph of the same shape.
@@ -248,32 +251,45 @@ class GraphExec(Owned):
     def _launch_checked(self, stream: Stream) -> None:
         self._check_stream(stream)
         capture = capture_of(stream)
-        if capture is None:
-            for effect in self.effects:
-                effect.check()
-        else:
-            capture.note_effects({e.counter.serial: e for e in self.effects})
+        if capture is not None:
+            self._join(capture, stream)
+            return
+        for effect in self.effects:
+            effect.check()
         self.context.ensure()
         self.context.driver.cuGraphLaunch(self.handle, stream.handle)
-        if capture is not None:
-            # The launch became a child graph: its operands are operands of the capture.
-            for operand in (self, *self.keeps.operands.values()):
-                capture.keeps.add(operand)
-            for kernel in self.keeps.kernels.values():
-                capture.keeps.add_kernel(kernel)
-            for check in self.checks:
-                capture.add_check(check)
-            capture.tick(stream)
-            return
         for effect in self.effects:
             effect.apply()
         self._n_slow += 1
         for operand in self.keeps.operands.values():
             if isinstance(operand, Storage):
                 operand.streams.add(stream)
-        self._last_stream = stream  # keeps the record that the compiled path compares with alive
         if self._cell is not None and not self.context.trace_lines:
-            self._cell.last = stream.cell
+            self._cell.bound, self._bound = stream.cell, stream
+
+    def _join(self, capture: Capture, stream: Stream) -> None:
+        """Become a child graph of a capture, which the driver's own launch cannot."""
+        if self.graph.closed or self.n_updates:
+            why = "was closed" if self.graph.closed else "differs from it since an update"
+            raise CaptureForbidden(
+                f'cuGraphLaunch of "{self.name}" while stream "{stream.name}" is being captured '
+                f'into "{capture.name}" (from {caller()}): it becomes a copy of the graph it was made '
+                f"from, which {why}. Remedy: keep that graph open, and update it instead.",
+                call="cuGraphLaunch",
+            )
+        capture.note_effects({e.counter.serial: e for e in self.effects})
+        driver = self.context.driver
+        self.context.ensure()
+        info = driver.cuStreamGetCaptureInfo(stream.handle)
+        node = driver.cuGraphAddChildGraphNode(info.graph, info.dependencies, self.graph.handle)
+        driver.cuStreamUpdateCaptureDependencies(stream.handle, [node], _REPLACE)
+        for operand in self.keeps.operands.values():
+            capture.keeps.add(operand)
+        for kernel in self.keeps.kernels.values():
+            capture.keeps.add_kernel(kernel)
+        for check in self.checks:
+            capture.add_check(check)
+        capture.tick(stream)
 
     def _load_effects(self) -> None:
         cell = self._cell
@@ -283,7 +299,6 @@ class GraphExec(Owned):
         for i, effect in enumerate(self.effects):
             effect.fill(self._effect_cells[i])
         cell.effects, cell.n_effects = self._effect_cells, len(self.effects)
-        cell.last = native.ffi.NULL
 
     def _before_close(self) -> None:
         if self._cell is not None:

@@ -42,11 +42,10 @@ def new_kernel(
     for which, value in dict(fields.get("args", {})).items():
         try:
             index = launcher.encoder.index(which)
-            values[index], storage = launcher.encoder.pack_one(index, value, exec_.context)
+            values[index], storages = launcher.encoder.pack_one(index, value, exec_.context)
         except ArgumentError as error:
             raise refused(node, f"args[{which!r}]", str(error)) from error
-        if storage is not None:
-            operands.append(storage)
+        operands += storages
     grid = fields.get("grid", old.grid)
     block = fields.get("block", old.block)
     shared = fields.get("shared_bytes", old.shared_bytes)

@@ -24,6 +24,11 @@ try:
 except ImportError as error:
     _reason = f"memra_lowlevel.native._launch was not built ({error})"
 
+_VERSION = 3
+if lib is not None and getattr(lib, "MLL_VERSION", 0) != _VERSION:
+    _reason = "memra_lowlevel.native._launch is older than the sources; build it again"
+    ffi = lib = None
+
 _enabled = True
 _ids = itertools.count(1)
 
@@ -94,7 +99,7 @@ class Gate:
     def counts(self) -> Mapping[str, int]:
         """Driver calls made by the compiled path."""
         return {
-            "cuLaunchKernel": int(self.cell.n_launches),
+            "cuLaunchKernel": int(self.cell.next) - int(self.cell.n_graph_launches),
             "cuGraphLaunch": int(self.cell.n_graph_launches),
         }
 

@@ -37,7 +37,11 @@ _F32_MAX = float(np.finfo(np.float32).max)
 # 16-bit floats have no type of their own in kernel sources; their bits travel as uint16_t.
 _SAME_BITS = {"uint16": ("float16", "bfloat16"), "uint8": ("float8_e4m3fn", "bool")}
 
-Convert = Callable[[Any, "Context"], Any]
+Convert = Callable[[Any, "Context", list[Storage]], Any]
+
+
+class _Always:
+    """A type that no argument has: the converter always runs."""
 
 
 @runtime_checkable
@@ -69,11 +73,17 @@ class Encoder:
         self.n_bytes = -(-max((p.offset + p.size for p in params), default=0) // 8) * 8 or 8
         codes, at = ["<"], 0
         self._convert: list[Convert] = []
+        # Arguments of exactly this type need no converter: packing itself checks their range.
+        self._plain: list[type] = []
+        self._index: dict[int | str, int] = {}
         for i, p in enumerate(params):
             codes.append(f"{p.offset - at}x")
             code, convert = _pointer(self.name, i, p) if p.pointer else _scalar(self.name, i, p)
             codes.append(code)
             self._convert.append(convert)
+            plain = {"b": int, "f": float}.get("b" if p.dtype in _INTS else code, _Always)
+            self._plain.append(_Always if p.pointer else float if code == "d" else plain)
+            self._index[i] = self._index[p.name] = i
             at = p.offset + p.size
         codes.append(f"{self.n_bytes - at}x")
         self._struct = struct.Struct("".join(codes))
@@ -91,28 +101,35 @@ class Encoder:
                 got=str(len(args)),
             )
         storages: list[Storage] = []
-        values = []
-        for arg, convert in zip(args, self._convert, strict=True):
-            value = convert(arg, context)
-            if type(value) is tuple:
-                value, storage = value
-                storages.append(storage)
-            values.append(value)
-        return self._struct.pack(*values), storages
+        values: list[Any] = []
+        push = values.append
+        for arg, plain, convert in zip(args, self._plain, self._convert, strict=False):
+            push(arg if type(arg) is plain else convert(arg, context, storages))
+        try:
+            return self._struct.pack(*values), storages
+        except (struct.error, OverflowError):
+            for arg, convert in zip(args, self._convert, strict=True):
+                convert(arg, context, [])  # raises by name
+            raise
 
-    def pack_one(self, index: int, arg: Any, context: Context) -> tuple[bytes, Storage | None]:
+    def pack_into(self, block: Any, index: int, arg: Any, context: Context) -> list[Storage]:
+        """Check one argument, write it into ``block``, and give the storage it names, if any."""
+        storages: list[Storage] = []
+        value = self._convert[index](arg, context, storages)
+        self._singles[index].pack_into(block, self.offsets[index], value)
+        return storages
+
+    def pack_one(self, index: int, arg: Any, context: Context) -> tuple[bytes, list[Storage]]:
         """Check one argument and give its bytes."""
-        value = self._convert[index](arg, context)
-        storage = None
-        if type(value) is tuple:
-            value, storage = value
-        return self._singles[index].pack(value), storage
+        storages: list[Storage] = []
+        value = self._convert[index](arg, context, storages)
+        return self._singles[index].pack(value), storages
 
     def index(self, which: int | str) -> int:
         """Position of a parameter given by position or name."""
-        for i, p in enumerate(self.params):
-            if which == i or which == p.name:
-                return i
+        found = self._index.get(which)
+        if found is not None:
+            return found
         names = ", ".join(p.name for p in self.params)
         raise ArgumentError(
             f"{self.name} has no parameter {which!r}; it has {names}.",
@@ -150,21 +167,11 @@ def _refuse(
 
 def _pointer(kernel: str, index: int, p: Param) -> tuple[str, Convert]:
     accepted = {p.dtype, *_SAME_BITS.get(p.dtype, ())}
-    anything = not p.dtype
-    # Identity of dtype objects answers nearly every call without comparing names.
-    known: set[int] = set()
-    keep: list[np.dtype[Any]] = []
-
-    def fits(dtype: np.dtype[Any]) -> bool:
-        if anything or dtype.name in accepted:
-            known.add(id(dtype))
-            keep.append(dtype)
-            return True
-        return False
-
+    # NumPy's own dtypes are single objects: identity answers nearly every call.
+    usual = np.dtype(p.dtype) if p.dtype else None
     expected = f"a Buffer of {p.dtype or 'any dtype'}" + (" or None" if p.nullable else "")
 
-    def convert(arg: Any, context: Context) -> Any:
+    def convert(arg: Any, context: Context, storages: list[Storage]) -> Any:
         if type(arg) is not Buffer and not isinstance(arg, MemoryView):
             if arg is None:
                 if p.nullable:
@@ -189,9 +196,11 @@ def _pointer(kernel: str, index: int, p: Param) -> tuple[str, Convert]:
                 got = f"a buffer of {storage.context}"
                 why = f"the launch is on {context}"
                 raise _refuse(kernel, index, p, got, why, f"a buffer of {context}")
-        if id(arg.dtype) not in known and not fits(arg.dtype):
-            raise _refuse(kernel, index, p, f"a buffer of {arg.dtype}", "", expected)
-        return arg.ptr, storage
+        dtype = arg.dtype
+        if dtype is not usual and usual is not None and dtype.name not in accepted:
+            raise _refuse(kernel, index, p, f"a buffer of {dtype}", "", expected)
+        storages.append(storage)
+        return arg.ptr
 
     return "Q", convert
 
@@ -203,14 +212,14 @@ def _scalar(kernel: str, index: int, p: Param) -> tuple[str, Convert]:
         return _FLOATS[p.dtype], _float(kernel, index, p)
     if p.dtype == "bool":
 
-        def boolean(arg: Any, context: Context) -> bool:
+        def boolean(arg: Any, context: Context, storages: list[Storage]) -> bool:
             if isinstance(arg, bool | np.bool_):
                 return bool(arg)
             raise _refuse(kernel, index, p, repr(arg), "", "a bool")
 
         return "?", boolean
 
-    def raw(arg: Any, context: Context) -> bytes:
+    def raw(arg: Any, context: Context, storages: list[Storage]) -> bytes:
         if isinstance(arg, np.generic | np.ndarray):
             arg = arg.tobytes()
         if isinstance(arg, bytes) and len(arg) == p.size:
@@ -223,7 +232,7 @@ def _scalar(kernel: str, index: int, p: Param) -> tuple[str, Convert]:
 def _integer(kernel: str, index: int, p: Param) -> Convert:
     low, high = _RANGES[p.dtype]
 
-    def convert(arg: Any, context: Context) -> int:
+    def convert(arg: Any, context: Context, storages: list[Storage]) -> int:
         if type(arg) is not int:
             if isinstance(arg, bool | np.bool_):
                 raise _refuse(kernel, index, p, repr(arg), "a truth value; pass int(x)")
@@ -241,7 +250,7 @@ def _integer(kernel: str, index: int, p: Param) -> Convert:
 def _float(kernel: str, index: int, p: Param) -> Convert:
     limit = {"float32": _F32_MAX, "float16": 65504.0}.get(p.dtype, math.inf)
 
-    def convert(arg: Any, context: Context) -> float:
+    def convert(arg: Any, context: Context, storages: list[Storage]) -> float:
         if type(arg) is not float:
             if isinstance(arg, bool | np.bool_):
                 raise _refuse(kernel, index, p, repr(arg), "a truth value; pass float(x)")

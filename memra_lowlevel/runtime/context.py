@@ -96,6 +96,7 @@ class Context:
         self.pinned_free_bytes = 0
         self._view: Device | None = None
         self.trace_lines = False
+        self.private = False  # not in the registry
 
         def attr(a: A) -> int:
             return driver.cuDeviceGetAttribute(a, self.device_handle)
@@ -265,7 +266,8 @@ class Context:
         with _registry_lock:
             if self.users or not self.handle:
                 return
-            _registry.pop((driver.kind, self.ordinal), None)
+            if not self.private:
+                _registry.pop((driver.kind, self.ordinal), None)
             self.handle = 0
         self.memo.clear()
         self.launchers.clear()

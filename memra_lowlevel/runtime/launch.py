@@ -52,14 +52,16 @@ def launch(stream: Stream, config: ConfigLike, kernel: Kernel, *args: Any) -> No
     launcher = context.launchers.get(id(kernel))
     if launcher is None:
         launcher = Launcher.of(context, kernel)
-    site = launcher.sites.get(config) if type(config) is LaunchConfig else None
-    if site is None:
-        site = launcher.site(config)
+    site = launcher.last
+    if site is None or site.config is not config:
+        site = launcher.last = launcher.site(config)
     block, storages = launcher.encoder.pack(args, context)
     cell = site.cell
     if cell is not None and native._enabled and stream.recording is None:
         for storage in storages:
-            storage.streams.add(stream)
+            if storage.last is not stream:
+                storage.last = stream
+                storage.streams.add(stream)
         code = native.lib.mll_launch_site(cell, stream.cell, block)
         if code == 0:
             return
@@ -78,7 +80,9 @@ def prepare(
     context = device.context
     launcher = Launcher.of(context, kernel)
     block, storages = launcher.encoder.pack(args, context)
-    return PreparedLaunch(launcher.site(config), block, storages)
+    site = launcher.site(config)
+    compiled = site.cell is not None and native.available()
+    return (_CompiledLaunch if compiled else PreparedLaunch)(site, block, storages)
 
 
 class PreparedLaunch:
@@ -97,7 +101,7 @@ class PreparedLaunch:
     def __init__(self, site: _Site, block: bytes, storages: Sequence[Storage]) -> None:
         self._site, self.config = site, site.config
         self.kernel = site.launcher.kernel
-        self.where = caller(2)
+        self.where = caller()
         self._dead = ""
         encoder = site.launcher.encoder
         self._block = ctypes.create_string_buffer(block, len(block))
@@ -107,16 +111,7 @@ class PreparedLaunch:
         self._address = ctypes.addressof(self._params)
         self._storages: dict[int, Storage] = {}
         self._plan: Any = None
-        gate = site.launcher.context.native
-        if site.cell is not None and native.available() and gate is not None:
-            plan = native.ffi.new("mll_plan *")
-            plan.device, plan.func = gate.cell, site.cell.func
-            plan.grid, plan.block = site.cell.grid, site.cell.block
-            plan.shared_bytes, plan.n_params = site.cell.shared_bytes, self._n
-            plan.params = native.ffi.cast("void **", self._address)
-            plan.id = gate.number(self.kernel.name, self.where)
-            self._plan, self._gate = plan, gate
-            self._launch = native.lib.mll_launch
+        self._bound: Stream | None = None
         users = getattr(self.kernel.module, "users", None)
         if users is not None:
             users.add(self)
@@ -124,13 +119,6 @@ class PreparedLaunch:
 
     def launch(self, stream: Stream) -> None:
         """Launch on ``stream``, with the parameters as they are now."""
-        plan = self._plan
-        if plan is not None:
-            code = self._launch(plan, stream.cell)
-            if code == 0:
-                return
-            if code > 0:
-                raise driver_error(stream.context, code, "cuLaunchKernel", stream, self.kernel)
         self._launch_checked(stream)
 
     def set(self, which: int | str, value: Any) -> None:
@@ -141,10 +129,9 @@ class PreparedLaunch:
         launcher = self._site.launcher
         encoder = launcher.encoder
         index = encoder.index(which)
-        raw, storage = encoder.pack_one(index, value, launcher.context)
-        if storage is not None:
-            self._adopt([storage])
-        ctypes.memmove(ctypes.addressof(self._block) + encoder.offsets[index], raw, len(raw))
+        storages = encoder.pack_into(self._block, index, value, launcher.context)
+        if storages:
+            self._adopt(storages)
 
     def get(self, which: int | str) -> Any:
         """Value of one parameter as it will be launched: a number, or the address of a buffer."""
@@ -157,8 +144,8 @@ class PreparedLaunch:
             if storage.serial not in self._storages:
                 self._storages[storage.serial] = storage
                 storage.users.add(self)
-        if self._plan is not None:
-            self._plan.last = native.ffi.NULL
+        # The next launch goes the long way, which notes the use of the operands.
+        self._bound = None
 
     def _operand_closed(self, operand: Any) -> None:
         self._dead = self._dead or operand.name
@@ -170,19 +157,46 @@ class PreparedLaunch:
         if self._dead:
             raise ClosedError(
                 f"prepared launch of {self.kernel.name} (made at {self.where}): "
-                f"{self._dead!r}, which it uses, was closed (launched from {caller()}). Prepare it again."
+                f"{self._dead!r}, which it uses, was closed (launched from {caller()}). "
+                "Prepare it again."
             )
         site.launch_at(stream, self._address, list(self._storages.values()))
         context = stream.context
         if self._plan is not None and stream.recording is None and not context.trace_lines:
-            self._plan.last = stream.cell
-
-    def __del__(self) -> None:
-        if self._plan is not None:
-            self._gate.forget(self._plan.id)
+            self._plan.bound, self._bound = stream.cell, stream
 
     def __repr__(self) -> str:
         return f"<PreparedLaunch {self.kernel.name} {self.config.grid}x{self.config.block}>"
+
+
+class _CompiledLaunch(PreparedLaunch):
+    """A prepared launch whose common case is one call into compiled code."""
+
+    def __init__(self, site: _Site, block: bytes, storages: Sequence[Storage]) -> None:
+        super().__init__(site, block, storages)
+        gate = self._gate = site.launcher.context.native
+        assert gate is not None
+        plan = self._plan = native.ffi.new("mll_plan *")
+        plan.device, plan.func = gate.cell, site.cell.func
+        plan.grid, plan.block = site.cell.grid, site.cell.block
+        plan.shared_bytes, plan.n_params = site.cell.shared_bytes, self._n
+        plan.params = native.ffi.cast("void **", self._address)
+        plan.id = gate.number(self.kernel.name, self.where)
+        self._launch = native.lib.mll_launch
+
+    def launch(self, stream: Stream) -> None:
+        """Launch on ``stream``, with the parameters as they are now."""
+        if stream is self._bound:
+            code = self._launch(self._plan)
+            if code == 0:
+                return
+            if code > 0:
+                raise driver_error(stream.context, code, "cuLaunchKernel", stream, self.kernel)
+        self._launch_checked(stream)
+
+    def __del__(self) -> None:
+        if self._plan is not None and self._gate is not None:
+            self._gate.forget(self._plan.id)
 
 
 def launch_many(stream: Stream, prepared: Sequence[PreparedLaunch]) -> None:
@@ -191,7 +205,7 @@ def launch_many(stream: Stream, prepared: Sequence[PreparedLaunch]) -> None:
     All are checked before the first is launched, so a refusal launches none.
     """
     plans = [p._plan for p in prepared]
-    if plans and None not in plans:
+    if plans and not any(p is None for p in plans):
         ffi, lib = native.ffi, native.lib
         array, done = ffi.new("mll_plan *[]", plans), ffi.new("uint32_t *")
         code = lib.mll_launch_many(array, len(plans), stream.cell, done)
@@ -228,6 +242,7 @@ class Launcher:
         self.context, self.kernel = context, kernel
         self.encoder = Encoder(kernel)
         self.sites: dict[LaunchConfig, _Site] = {}
+        self.last: _Site | None = None
         self.dynamic_limit = 0
 
     @classmethod

@@ -108,7 +108,9 @@ class Buffer(MemoryView):
             if isinstance(src, PinnedBuffer):
                 _check_family(stream, src)
                 driver.cuMemcpyHtoDAsync(self.ptr, src.ptr, self.n_bytes, stream.handle)
-            elif theirs.context is ours.context:
+            elif theirs.context is ours.context or stream.recording is not None:
+                # A peer copy cannot be recorded; this one takes addresses of two devices as well.
+                _check_family(stream, src)
                 driver.cuMemcpyDtoDAsync(self.ptr, src.ptr, self.n_bytes, stream.handle)
             else:
                 _check_family(stream, src)

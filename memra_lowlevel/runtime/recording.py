@@ -24,11 +24,25 @@ if TYPE_CHECKING:
 
 __all__ = ["Keeps", "Recording", "forbid"]
 
-# Calls that the driver would record, and this library does not.
+# Calls that the driver allows during a capture and this library does not, because what they do is
+# hardly ever meant: a graph would replay them from stale memory, or they make a capture slow.
 _POLICY = {
     "cuMemAllocAsync": (
         "it would add a memory node, whose address and lifetime nobody plans",
         "take the buffer from an Arena before the capture",
+    ),
+    "cuMemcpyHtoD": (
+        "a graph would read pageable memory, or a staging copy of it, again at each launch",
+        "copy from a PinnedBuffer, which the graph keeps alive",
+    ),
+    "cuMemcpyDtoH": (
+        "it would have to wait for work that is only being recorded",
+        "copy into a PinnedBuffer and read it after the launch",
+    ),
+    "cuModuleLoadData": (
+        "compiling and loading in the middle of a capture blocks it, and a cold kernel was not "
+        "tried before it is frozen",
+        "load modules and look up their kernels before the capture",
     ),
 }
 
@@ -144,8 +158,10 @@ class Recording:
             stream._leave_recording(self)
 
 
-def _concerned(stream: Stream | None) -> Recording | None:
+def _concerned(call: str, stream: Stream | None) -> Recording | None:
     """Find the capture that a call on this thread and ``stream`` would disturb."""
+    if legality.rule(call).everywhere:
+        return lifetime.recordings[0]
     if stream is not None and stream.recording is not None:
         return stream.recording
     me = threading.get_ident()
@@ -171,7 +187,7 @@ def forbid(call: str, *, stream: Stream | None = None, what: str = "") -> None:
     """
     if not lifetime.recordings:
         return
-    recording = _concerned(stream)
+    recording = _concerned(call, stream)
     if recording is None:
         return
     named = stream is not None and stream.recording is not None

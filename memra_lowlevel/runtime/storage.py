@@ -56,6 +56,7 @@ class Storage(Keepable):
         self.ptr, self.n_bytes, self.space = ptr, n_bytes, space
         self.open = True
         self.streams: set[Stream] = set()
+        self.last: Stream | None = None  # one of them, noted without looking into the set
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._holds = 0
         streams = self.streams

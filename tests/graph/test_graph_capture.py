@@ -15,6 +15,7 @@ from launch_fixtures import shifted
 from memra_lowlevel import (
     CaptureMode,
     Device,
+    Graph,
     LaunchConfig,
     Stream,
     compile_source,
@@ -114,7 +115,9 @@ def _calls(device: Device, stream: Stream) -> dict[str, Callable[[], Any]]:
     other = device.stream(name="bystander")
     source = '#include "common/device.cuh"\nKERNEL void late(int32_t* p) { p[0] = 1; }\n'
     image = compile_source(source, arch=device.arch, name="late.cu")
-    things = [b, p, event, timing, other]
+    empty = Graph(device, "empty")
+    step = empty.instantiate()
+    things = [b, p, event, timing, other, step, empty]
     stream.sync()
     return {
         "cuStreamSynchronize": stream.sync,
@@ -134,6 +137,8 @@ def _calls(device: Device, stream: Stream) -> dict[str, Callable[[], Any]]:
         "cuStreamSynchronize of another stream": other.sync,
         "cuEventQuery": lambda: stream.record(event).done(),
         "cuEventSynchronize": lambda: stream.record(event).sync(),
+        "cuGraphInstantiate": empty.instantiate,
+        "cuGraphUpload": lambda: step.upload(stream),
         "close": lambda: [t.close() for t in things],
     }
 

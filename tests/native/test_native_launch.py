@@ -1,0 +1,423 @@
+"""The compiled launch path over a stub driver: what arrives, what is refused, how much work it is.
+
+The stub notes its arguments and returns a chosen result; nothing runs.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from memra_lowlevel import (
+    Device,
+    DeviceCounter,
+    LaunchConfig,
+    compile_source,
+    errors,
+    launch,
+    launch_many,
+    native,
+    prepare,
+)
+from memra_lowlevel.graph import Effect
+from memra_lowlevel.graph.effects import Mirror
+from memra_lowlevel.runtime.overhead import launch_overhead, stub_device
+
+SOURCE = """#include "common/device.cuh"
+KERNEL void mixed(float* a, int32_t b, int64_t c, float d, const float* NULLABLE e) {
+    if (a == nullptr) a[0] = float(b) + float(c) + d + (e ? e[0] : 0.0f);
+}"""
+CONFIG = LaunchConfig((3, 4, 5), (32, 2, 1), 1024)
+
+
+@pytest.fixture
+def stub() -> Any:
+    return native.lib.mll_stub_state
+
+
+@pytest.fixture
+def dev() -> Iterator[Device]:
+    with stub_device(1) as device:
+        yield device
+
+
+@pytest.fixture
+def rig(dev: Device) -> Iterator[Any]:
+    module = dev.module(compile_source(SOURCE, arch=dev.arch, name="stubbed.cu"))
+    s, t = dev.stream(name="one"), dev.stream(name="two")
+    a, e = dev.empty(4, np.float32, s, name="a"), dev.empty(4, np.float32, s, name="e")
+    yield module.kernel("mixed"), s, t, a, e
+    for thing in (a, e, s, t):
+        thing.close()
+    module.close()
+
+
+def seen(stub: Any, n: int = 5) -> list[int]:
+    return [int(stub.params[i]) for i in range(n)]
+
+
+def test_prepared_arguments_arrive(rig: Any, stub: Any) -> None:
+    kernel, s, _, a, e = rig
+    stub.n_params = 5
+    p = prepare(s, CONFIG, kernel, a, -7, 1 << 40, 2.5, None)
+    p.launch(s)  # the first launch on a stream goes through Python, to the real driver
+    before = int(stub.n_launches)
+    p.launch(s)
+    assert int(stub.n_launches) == before + 1
+    assert list(stub.grid) == [3, 4, 5] and list(stub.block) == [32, 2, 1]
+    assert stub.shared_bytes == 1024
+    assert int(native.ffi.cast("uintptr_t", stub.func)) == kernel.handle
+    assert int(native.ffi.cast("uintptr_t", stub.stream)) == s.handle
+    values = seen(stub)
+    assert values[0] == a.ptr and values[2] == 1 << 40 and values[4] == 0
+    assert np.int64(values[1] & 0xFFFFFFFF).astype(np.int32) == -7
+    assert np.uint32(values[3] & 0xFFFFFFFF).view(np.float32) == 2.5
+    p.set("e", e)
+    p.set("b", 9)
+    p.launch(s)
+    p.launch(s)
+    values = seen(stub)
+    assert values[4] == e.ptr and values[1] & 0xFFFFFFFF == 9
+
+
+def test_new_arguments_arrive(rig: Any, stub: Any) -> None:
+    kernel, s, _, a, e = rig
+    stub.n_params = 5
+    before = int(stub.n_launches)
+    for i in range(5):
+        launch(s, CONFIG, kernel, a, i, -i, i / 2, e)
+        values = seen(stub)
+        assert values[0] == a.ptr and values[4] == e.ptr
+        assert values[1] & 0xFFFFFFFF == i and np.uint64(values[2]).view(np.int64) == -i
+        assert np.uint32(values[3] & 0xFFFFFFFF).view(np.float32) == np.float32(i / 2)
+    assert int(stub.n_launches) == before + 5
+
+
+def test_constant_work_per_launch(rig: Any, stub: Any) -> None:
+    """A warm launch is one driver call and nothing else, through either form."""
+    kernel, s, _, a, e = rig
+    stub.n_params = 0
+    p = prepare(s, CONFIG, kernel, a, 1, 2, 3.0, e)
+    many = [prepare(s, CONFIG, kernel, a, i, 2, 3.0, e) for i in range(8)]
+    p.launch(s)
+    launch(s, CONFIG, kernel, a, 1, 2, 3.0, e)
+    launch_many(s, many)
+    gate = s.context.native
+    before, driver, refused = int(stub.n_launches), dict(s.context.driver.counts()), gate.n_refused
+    for _ in range(100):
+        p.launch(s)
+        launch(s, CONFIG, kernel, a, 1, 2, 3.0, e)
+        launch_many(s, many)
+    assert int(stub.n_launches) == before + 1000
+    assert dict(s.context.driver.counts()) == driver
+    assert gate.n_refused == refused
+
+
+def test_refusals_reach_no_driver(rig: Any, stub: Any, dev: Device) -> None:
+    kernel, s, t, a, e = rig
+    stub.n_params = 0
+    p = prepare(s, CONFIG, kernel, a, 1, 2, 3.0, e)
+    q = prepare(s, CONFIG, kernel, a, 1, 2, 3.0, None)
+    for plan in (p, q):
+        plan.launch(s)
+        plan.launch(s)
+    before = int(stub.n_launches)
+    host = s.context.driver.counts().get("cuLaunchKernel", 0)
+    e.close()
+    with pytest.raises(errors.ClosedError, match="'e'"):
+        p.launch(s)
+    with pytest.raises(errors.ClosedError, match="'e'"):
+        launch_many(s, [q, p])
+    with pytest.raises(errors.ClosedError, match="'e'"):
+        launch(s, CONFIG, kernel, a, 1, 2, 3.0, e)
+    t.close()
+    with pytest.raises(errors.ClosedError, match="two"):
+        q.launch(t)
+    with pytest.raises(errors.ClosedError, match="two"):
+        launch(t, CONFIG, kernel, a, 1, 2, 3.0, None)
+    with Device("host:0") as other, pytest.raises(errors.ArgumentError, match="elsewhere"):
+        far = other.stream(name="elsewhere")
+        try:
+            q.launch(far)
+        finally:
+            far.close()
+    assert int(stub.n_launches) == before
+    assert s.context.driver.counts().get("cuLaunchKernel", 0) == host
+    q.launch(s)  # makes the context current again, through Python
+    q.launch(s)
+    assert int(stub.n_launches) == before + 1
+
+
+def test_driver_results_become_exceptions_and_the_path_goes_on(rig: Any, stub: Any) -> None:
+    kernel, s, _, a, e = rig
+    stub.n_params = 0
+    p = prepare(s, CONFIG, kernel, a, 1, 2, 3.0, e)
+    p.launch(s)
+    for answer, error in ((1, errors.InvalidArgument), (2, errors.OutOfMemory)):
+        stub.answer = answer
+        for act in (
+            lambda: p.launch(s),
+            lambda: launch(s, CONFIG, kernel, a, 1, 2, 3.0, e),
+            lambda: launch_many(s, [p, p]),
+        ):
+            with pytest.raises(error) as caught:
+                act()
+            assert caught.value.call == "cuLaunchKernel"
+            assert caught.value.stream == "one" and caught.value.kernel == "mixed"
+        stub.answer = 0
+        p.launch(s)
+
+
+def test_launches_from_other_threads_find_their_context(rig: Any, stub: Any) -> None:
+    kernel, s, _, a, e = rig
+    stub.n_params = 0
+    p = prepare(s, CONFIG, kernel, a, 1, 2, 3.0, e)
+    p.launch(s)
+    before = int(stub.n_launches)
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(500):
+                p.launch(s)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    # The first launch of each thread makes the context current, through Python.
+    gate = s.context.native
+    assert int(gate.cell.next) - int(gate.cell.n_graph_launches) >= 4 * 499
+    assert int(stub.n_launches) - before >= 4 * 499 - 50  # the stub's own count is not atomic
+
+
+def test_the_ring_keeps_the_last_launches_in_order(rig: Any, stub: Any) -> None:
+    kernel, s, _, a, e = rig
+    stub.n_params = 0
+    plans = [prepare(s, CONFIG, kernel, a, i, 2, 3.0, e) for i in range(2)]
+    for p in plans:
+        p.launch(s)
+    gate = s.context.native
+    for i in range(700):
+        plans[i % 2].launch(s)
+    entries = list(gate.entries())
+    assert len(entries) == 256
+    assert {x.call for x in entries} == {"cuLaunchKernel"} and {x.kernel for x in entries} == {
+        "mixed"
+    }
+    times = [x.t_us for x in entries]
+    assert times == sorted(times) and times[-1] - times[0] > 0
+    assert all("test_native_launch.py" in x.where for x in entries)
+
+
+def test_traced_lines_on_request(stub: Any) -> None:
+    with stub_device(1) as dev:
+        dev.context.trace_lines = True
+        module = dev.module(compile_source(SOURCE, arch=dev.arch, name="stubbed.cu"))
+        s = dev.stream(name="lined")
+        a = dev.empty(4, np.float32, s)
+        p = prepare(s, CONFIG, module.kernel("mixed"), a, 1, 2, 3.0, None)
+        before = int(stub.n_launches)
+        for _ in range(3):
+            p.launch(s)
+        assert int(stub.n_launches) == before  # each went through Python, which looks up the line
+        last = s.context.driver.trace.entries()[-1]
+        assert last.call == "cuLaunchKernel" and "test_native_launch.py" in last.where
+        for thing in (a, s):
+            thing.close()
+        module.close()
+
+
+# -- graphs ---------------------------------------------------------------------------------------
+
+
+def test_graph_launches_check_room_and_move_mirrors_in_c(dev: Device, stub: Any) -> None:
+    s = dev.stream(name="graphs")
+    block = dev.zeros(2, np.int32, s)
+    one = DeviceCounter(block.view(0, 1, np.int32), "one", capacity=10)
+    two = DeviceCounter(block.view(4, 1, np.int32), "two")
+    with s.capture("step") as graph:
+        one.note_need(s, 3)
+        one.advance_recorded(s, 2)
+        two.advance_recorded(s, -1)
+    step = graph.instantiate()
+    two.set(s, 100)
+    step.launch(s)
+    before, driver = int(stub.n_graph_launches), dict(dev.driver.counts())
+    step.launch(s)
+    step.launch(s)
+    assert int(stub.n_graph_launches) == before + 2 and dict(dev.driver.counts()) == driver
+    assert int(native.ffi.cast("uintptr_t", stub.exec)) == step.handle
+    assert (one.value, two.value, step.n_launches) == (6, 97, 3)
+    stub.answer = 1
+    with pytest.raises(errors.InvalidArgument) as caught:
+        step.launch(s)
+    assert caught.value.call == "cuGraphLaunch"
+    stub.answer = 0
+    assert (one.value, two.value, step.n_launches) == (6, 97, 3)
+    step.launch(s)
+    with pytest.raises(errors.CapacityExceeded, match="'one'"):
+        step.launch(s)
+    one.note_set(0)
+    two.note_set(0)
+    with pytest.raises(errors.CapacityExceeded, match="'two'"):
+        step.launch(s)
+    assert (one.value, two.value, step.n_launches) == (0, 0, 4)
+    for thing in (step, graph, block, s):
+        thing.close()
+
+
+def test_c_and_python_agree_on_random_effects(dev: Device, stub: Any, scale: int) -> None:
+    """The same effects, launched through C and applied in Python, from the same mirrors."""
+    rng = np.random.default_rng()
+    s = dev.stream(name="random")
+    block = dev.zeros(1, np.int32, s)
+    done = {"launched": 0, "refused": 0}
+    for _ in range(60 * scale):
+        capacity = int(rng.integers(5, 40))
+        counter = DeviceCounter(block, "c", capacity=capacity)
+        with s.capture("random") as graph:
+            for _ in range(int(rng.integers(1, 5))):
+                try:
+                    random_note(rng, counter, s)
+                except errors.CapacityExceeded:
+                    pass
+        step = graph.instantiate()
+        effects = list(graph.effects.values())
+        assert len(effects) <= 1
+        mirror = Mirror(capacity=capacity)
+        start = int(rng.integers(0, capacity + 1))
+        counter.note_set(start)
+        mirror.lower = mirror.upper = start
+        for _ in range(6):
+            python = [Effect(**{**vars(e), "counter": Holder(mirror)}) for e in effects]
+            refused = ""
+            try:
+                for e in python:
+                    e.check()
+            except (errors.CapacityExceeded, errors.CounterUnknown) as error:
+                refused = type(error).__name__
+            if refused:
+                with pytest.raises((errors.CapacityExceeded, errors.CounterUnknown)) as caught:
+                    step.launch(s)
+                assert type(caught.value).__name__ == refused
+                done["refused"] += 1
+            else:
+                step.launch(s)
+                for e in python:
+                    e.apply()
+                done["launched"] += 1
+            c = counter.mirror
+            fields = ("lower", "known", "bounded", "capacity")
+            assert [int(getattr(c, f)) for f in fields] == [getattr(mirror, f) for f in fields]
+            if mirror.bounded:
+                assert int(c.upper) == mirror.upper
+        step.close()
+        graph.close()
+    assert done["launched"] >= 60 and done["refused"] >= 30, done
+    block.close()
+    s.close()
+
+
+def random_note(rng: np.random.Generator, counter: DeviceCounter, s: Any) -> None:
+    kind = rng.integers(0, 8)
+    n = int(rng.integers(-3, 6))
+    if kind < 3:
+        counter.advance_recorded(s, n)
+    elif kind == 3:
+        counter.advance_recorded(s, min(n, 0), at_most=max(n, 0))
+    elif kind == 4:
+        counter.note_set(abs(n), s)
+    elif kind == 5 and rng.random() < 0.3:
+        counter.note_unbounded(s)
+    else:
+        counter.note_need(s, abs(n))
+
+
+class Holder:
+    """Stands for a counter with a Python mirror."""
+
+    name, serial = "c", 0
+
+    def __init__(self, mirror: Mirror) -> None:
+        self.mirror = mirror
+
+
+# -- without the module ---------------------------------------------------------------------------
+
+
+def test_without_the_module_everything_works_and_says_so() -> None:
+    code = """
+import sys
+sys.modules["memra_lowlevel.native._launch"] = None
+import numpy as np
+from memra_lowlevel import Device, DeviceCounter, native
+assert not native.available() and "not built" in native.reason(), native.reason()
+with Device("host") as dev:
+    s = dev.stream(name="plain")
+    c = DeviceCounter(dev, "len", capacity=3, stream=s)
+    with s.capture("step") as g:
+        c.advance(s)
+    step = g.instantiate()
+    for _ in range(3):
+        step.launch(s)
+    assert c.value == 3 == int(c.buffer.to_numpy(s)[0])
+    try:
+        step.launch(s)
+    except Exception as error:
+        assert type(error).__name__ == "CapacityExceeded"
+    else:
+        raise SystemExit("launched without room")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_stale_build_is_not_used() -> None:
+    code = """
+import importlib, sys, types
+import memra_lowlevel.native._launch as built
+from memra_lowlevel import native
+class Old:
+    MLL_VERSION = 0
+sys.modules["memra_lowlevel.native._launch"] = types.SimpleNamespace(ffi=built.ffi, lib=Old())
+importlib.reload(native)
+assert not native.available() and "older" in native.reason()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_build_script_builds_elsewhere(tmp_path: Path) -> None:
+    """As setup.py does it: the generated file lies in another folder than the sources."""
+    root = Path(native.__file__).parent
+    code = f"""
+import runpy
+ffibuilder = runpy.run_path({str(root / "build.py")!r})["ffibuilder"]
+print(ffibuilder.compile(tmpdir={str(tmp_path)!r}))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.rglob("_launch*.so"))
+
+
+def test_the_cost_is_reported(record_property: Any) -> None:
+    """Time is reported, not judged; the work is judged above."""
+    times = launch_overhead(n=200, repeats=20)
+    for name, value in times.items():
+        record_property(name, round(value, 1))
+    assert set(times) >= {"prepared", "new_arguments", "many", "floor"}
+    assert all(np.isfinite(v) for v in times.values())
