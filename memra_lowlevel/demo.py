@@ -236,7 +236,7 @@ class _Demo:
         config, stream, model = self.model.config, self.stream, self.model
         if self.kind == "ngram":
             return NgramDrafter(self.device, self.k, config.n_vocab)
-        n = self.exit_layers or _default_exit(config.n_layers)
+        n = _default_exit(config.n_layers) if self.exit_layers is None else self.exit_layers
         if not 1 <= n < config.n_layers:
             raise ModelError(
                 f"early-exit:{n} is no part of a model of {config.n_layers} layers; give 1 to "

@@ -10,9 +10,9 @@ from . import registry
 from .registry import KernelSpec, Tolerance
 
 if TYPE_CHECKING:
-    from ..runtime import Buffer, Stream
+    from ..runtime import Buffer, Device, Stream
 
-__all__ = ["CHAIN_WORDS", "chain_advance"]
+__all__ = ["CHAIN_WORDS", "chain_advance", "prepare"]
 
 CHAIN_WORDS = 5
 """Words of a chain's block before its feed: token, position, step, n_feed, bad."""
@@ -33,6 +33,11 @@ registry.register(
         same_bits=True,
     )
 )  # fmt: skip
+
+
+def prepare(device: Device) -> None:
+    """Load the kernel, so that later calls may be captured."""
+    registry.kernel(device, "chain_advance")
 
 
 def chain_advance(

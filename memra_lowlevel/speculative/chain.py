@@ -108,6 +108,7 @@ class DraftChain:
             raise MemraError(f"DraftChain: k_max {k_max} must lie in 1..{io.k_max}, that of its io")
         length = planes.len
         planes.prepare(stream, 1)
+        kernels.prepare(io.device)
 
         def step() -> None:
             body(stream)

@@ -3,13 +3,12 @@
 import itertools
 import random
 
-import numpy as np
 import pytest
 from spec_rig import PROMPT, Rig, lively_weights, poison, smollm2
 
 from memra_lowlevel.errors import CapacityExceeded, MemraError, TokenError
 from memra_lowlevel.graph import DeviceCounter
-from memra_lowlevel.speculative import NODE_UPDATE_CALLS, Rewind, accept, chain, stats
+from memra_lowlevel.speculative import NODE_UPDATE_CALLS, Rewind, accept, stats
 
 N = 48
 
@@ -94,6 +93,25 @@ def test_probability_floor(rig):
     full = rig.speculate(PROMPT, N, layers=2)[1]
     assert rounds.stats.drafted < full.stats.drafted
     assert rounds.stats.accepted > 0
+
+
+@pytest.mark.parametrize("drafter", ["chain", "ngram"])
+def test_ring_planes_equal_masked_decoding(rig, drafter):
+    """Windowed planes in a ring that is rebased often, against a masked flat plane."""
+    rig = Rig(rig.device, rig.stream, max_ctx=260)
+    rig.window = 16
+    expected = rig.plain(PROMPT, 220)
+    rig.ring = {"ring_chunk": 20, "ring_slack": 8}
+    chosen = rig.chain(k_max=7) if drafter == "chain" else rig.ngram(7)
+    got, rounds = rig.speculate(PROMPT, 220, k=7, drafter=chosen)
+    figures = rounds.stats
+    print(f"rebases {figures.rebases}, before a rejection {figures.rebased_and_rejected}")
+    assert got == expected
+    assert figures.rebases >= 3 and figures.rebased_and_rejected >= 1
+    assert figures.accepted > 0 and figures.rejected > 0
+    assert rounds.target.planes.kv[0].rows == 16 + 20 + 8 + 31
+    if drafter == "chain":
+        assert chosen.planes.kv[0].ring.base > 0 and chosen.exec.n_updates == 0
 
 
 # -- mutations --------------------------------------------------------------------------------
@@ -281,4 +299,3 @@ def test_wrong_use(rig):
         drafter.io.begin(rig.stream, [0x7FFFFFFF], 0)
     with pytest.raises(CapacityExceeded):
         drafter.io.begin(rig.stream, [1] * 9, 0)
-    assert chain.DraftChain is not None and np.int32 is not None
