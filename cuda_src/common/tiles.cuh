@@ -158,10 +158,12 @@ __device__ __forceinline__ float dot32(const float* w, const Activations& x) {
     return ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
 }
 
-// A product leaves one partial sum per chunk of columns; its reader adds them, first chunk first.
+// A product leaves one partial sum per chunk of columns; its reader adds them, first chunk first
+// (unrolled, so that the loads of eight parts are under way at a time).
 __device__ __forceinline__ float sum_parts(const float* parts, int n_parts, size_t part_stride,
                                            size_t i) {
     float sum = parts[i];
+#pragma unroll 8
     for (int p = 1; p < n_parts; p++) sum = sum + parts[size_t(p) * part_stride + i];
     return sum;
 }

@@ -30,7 +30,8 @@ KERNEL void argmax_rows(const float* __restrict__ logits, int32_t* __restrict__ 
     const int thread = threadIdx.x;
     const float* row = logits + size_t(blockIdx.x) * n_cols;
 
-    Best best = {0.0f, NO_TOKEN};
+    Best best = {0.0f, NO_TOKEN};  // unrolled below, so that eight loads are under way at a time
+#pragma unroll 8
     for (int c = thread; c < n_cols; c += ARGMAX_THREADS) {
         const float value = row[c];
         if (value == value) best = better(best, Best{value, c});

@@ -118,6 +118,19 @@ def test_clean_in_check_mode_and_the_same_bits_in_any_order(name):
     assert RUNS[name](check=False, workers=2).tobytes() == plain.tobytes()
 
 
+@pytest.mark.parametrize("name", RUNS)
+def test_no_undefined_behaviour(name, monkeypatch):
+    quick = runner.quick
+
+    def sanitised(source, expression, **options):
+        return quick(source, expression, sanitize="undefined")
+
+    monkeypatch.setattr(runner, "quick", sanitised)
+    plain = RUNS[name](check=False)
+    monkeypatch.undo()
+    assert plain.tobytes() == RUNS[name](check=False).tobytes()
+
+
 def _barriers(name):
     text = (cuda_src_root() / f"model/{name}.cu").read_text()
     return [m.start() for m in re.finditer(re.escape(BARRIER), text)]
