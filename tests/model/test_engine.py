@@ -177,10 +177,18 @@ def test_tokens_positions_and_results_can_live_elsewhere(session, stream):
     assert ((p > 1 / TINY.n_vocab) & (p <= 1)).all()
 
 
-def test_bad_input_is_refused_and_nothing_moves(session, stream):
+def test_bad_input_is_refused_and_nothing_moves(session, stream, tmp_path):
     model, planes = session.model, session.planes
     want = generate_greedy(session, stream, PROMPT, 4)
     length = planes.len
+    write(tmp_path / "other.gguf", architecture="qwen2")
+    write(tmp_path / "cut.gguf")
+    whole = (tmp_path / "cut.gguf").read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(whole[: len(whole) // 2])
+
+    def load(path):
+        return lambda: Model.load(model.device, stream, str(path))
+
     refusals = [
         (ModelError, lambda: generate_greedy(session, stream, [], 4)),
         (TokenError, lambda: session.prime(stream, [1, TINY.n_vocab])),
@@ -190,7 +198,10 @@ def test_bad_input_is_refused_and_nothing_moves(session, stream):
         (CapacityExceeded, lambda: model.forward(stream, session.ws, session.kv_layers, 18)),
         (CapacityExceeded, lambda: model.forward(stream, session.ws, session.kv_layers, 0)),
         (CapacityExceeded, lambda: model.forward(stream, session.ws, session.kv_layers[:2], 1)),
-        (ModelError, lambda: Model.load(model.device, stream, "/nonexistent.gguf")),
+        (CapacityExceeded, lambda: Session.allocate(model, stream, max_ctx=257)),
+        (ModelError, load("/nonexistent.gguf")),
+        (ModelError, load(tmp_path / "other.gguf")),
+        (ModelError, load(tmp_path / "cut.gguf")),
     ]
     for kind, call in refusals:
         with pytest.raises(kind):
