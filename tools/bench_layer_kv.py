@@ -1,8 +1,9 @@
 """Measure LayerKvCache against the machine's memory and against NumPy, all in one run.
 
 ``python tools/bench_layer_kv.py [--rows N] [--json FILE]`` prints the best of several rounds and
-their spread (quartiles over the median). Everything runs on one thread; the read bandwidth is that of a plain sum over a buffer
-of the same size, so a ratio says how much of what the memory gives is used.
+their spread (quartiles over the median). Everything runs on one thread; the read bandwidth is that
+of a plain sum over a buffer of the same size, so a ratio says how much of what the memory gives is
+used.
 """
 
 from __future__ import annotations

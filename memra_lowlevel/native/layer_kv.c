@@ -249,7 +249,8 @@ static inline void lkv_sum32x4_avx512(__m512 (*a)[2], float *out)
     p = _mm512_add_ps(_mm512_shuffle_f32x4(p, q, 0x88), _mm512_shuffle_f32x4(p, q, 0xDD));
     p = _mm512_add_ps(p, _mm512_permute_ps(p, 0x4E));
     p = _mm512_add_ps(p, _mm512_permute_ps(p, 0xB1));
-    _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, p)));
+    p = _mm512_permutexvar_ps(_mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0), p);
+    _mm_storeu_ps(out, _mm512_castps512_ps128(p));
 }
 
 #define LKV_NAME(f) f##_avx512

@@ -27,15 +27,20 @@ static inline __attribute__((always_inline)) void LKV_NAME(lanes)(
     }
 }
 
+/* The lanes of one group of codes, or of the same codes already made floats. */
 static inline __attribute__((always_inline)) void LKV_NAME(code_lanes)(
-    const float *restrict q, const int8_t *restrict codes, int64_t left, V *restrict acc)
+    const float *restrict q, const int8_t *restrict codes, const float *restrict wide, int64_t left,
+    V *restrict acc)
 {
     for (int j = 0; j < NV; j++) {
-        acc[j] = V_ZERO();
         int64_t lanes = left - j * VW;
+        V b = V_ZERO();
+        acc[j] = b;
         if (lanes <= 0) continue;
-        const int8_t *p = codes + j * VW;
-        V b = lanes >= VW ? V_CODES(p) : V_CODES_PART(p, lanes);
+        if (wide)
+            b = lanes >= VW ? V_LOAD(wide + j * VW) : V_LOAD_PART(wide + j * VW, lanes);
+        else
+            b = lanes >= VW ? V_CODES(codes + j * VW) : V_CODES_PART(codes + j * VW, lanes);
         acc[j] = V_FMA(b, V_LOAD(q + j * VW), acc[j]);
     }
 }
@@ -58,28 +63,47 @@ static void LKV_NAME(score_rows)(const float *q, const float *rows, int64_t hd, 
     }
 }
 
-static void LKV_NAME(score_codes)(const float *q, const int8_t *codes, const float *scales,
-                                  int64_t hd, int64_t groups, int64_t n, float scale, float *out)
+static inline __attribute__((always_inline)) void LKV_NAME(score_groups)(
+    const float *q, const int8_t *codes, const float *wide, const float *scales, int64_t hd,
+    int64_t groups, int64_t n, float scale, float *out)
 {
     V acc[4][NV];
     float d[4];
     for (int64_t r = 0; r < n; r++) {
         const int8_t *row = codes + r * hd;
-        const float *s = scales + r * groups;
+        const float *w = wide ? wide + r * hd : 0, *s = scales + r * groups;
         float dot = 0.0f;
         int64_t g = 0;
         for (; g + 4 <= groups && g * 32 + 128 <= hd; g += 4) {
             for (int i = 0; i < 4; i++)
-                LKV_NAME(code_lanes)(q + (g + i) * 32, row + (g + i) * 32, 32, acc[i]);
+                LKV_NAME(code_lanes)(q + (g + i) * 32, row + (g + i) * 32,
+                                     w ? w + (g + i) * 32 : 0, 32, acc[i]);
             V_SUM32X4(acc, d);
             for (int i = 0; i < 4; i++) dot = dot + d[i] * s[g + i];
         }
         for (; g < groups; g++) {
-            LKV_NAME(code_lanes)(q + g * 32, row + g * 32, hd - g * 32, acc[0]);
+            LKV_NAME(code_lanes)(q + g * 32, row + g * 32, w ? w + g * 32 : 0, hd - g * 32, acc[0]);
             dot = dot + V_SUM32(acc[0]) * s[g];
         }
         out[r] = dot * scale;
     }
+}
+
+static void LKV_NAME(score_codes)(const float *q, const int8_t *codes, const float *scales,
+                                  int64_t hd, int64_t groups, int64_t n, float scale, float *out)
+{
+    LKV_NAME(score_groups)(q, codes, 0, scales, hd, groups, n, scale, out);
+}
+
+static void LKV_NAME(score_wide)(const float *q, const float *wide, const float *scales, int64_t hd,
+                                 int64_t groups, int64_t n, float scale, float *out)
+{
+    LKV_NAME(score_groups)(q, (const int8_t *)wide, wide, scales, hd, groups, n, scale, out);
+}
+
+static void LKV_NAME(widen)(const int8_t *restrict codes, int64_t n, float *restrict out)
+{
+    for (int64_t i = 0; i < n; i++) out[i] = (float)codes[i];
 }
 
 /* acc[d] = fma(w, v[d], acc[d]) for ascending rows; nv vectors of one head at a time. */
@@ -170,18 +194,24 @@ static int LKV_NAME(attend)(const lkv_store *s, int64_t head, const float *q, in
     enum { TILE = 32 };
     int64_t hd = s->hd, hdp = (hd + 31) / 32 * 32, span = stored - first;
     int64_t at = head * s->cap + first;
-    float *work = malloc(sizeof(float) * (size_t)(2 * n * hdp + n * TILE + (probs ? 0 : n * span)));
+    size_t floats = (size_t)(2 * n * hdp + TILE + TILE * hd + (probs ? 0 : n * span));
+    float *work = malloc(sizeof(float) * floats);
     if (!work) return LKV_NO_MEMORY;
-    float *qp = work, *acc = work + n * hdp, *wts = acc + n * hdp;
-    float *p = probs ? probs : wts + n * TILE;
+    float *qp = work, *acc = work + n * hdp, *wts = acc + n * hdp, *wide = wts + TILE;
+    float *p = probs ? probs : wide + TILE * hd;
+    int share = n > 1; /* several queries read a tile: make its codes floats once */
     const float *kcol = s->k_q8 && s->kcol_on[head] ? s->kcol + head * hd : 0;
     int bad = 0;
     for (int64_t i = 0; i < n; i++)
         LKV_NAME(pad_query)(q + i * hd, kcol, hd, hdp, qp + i * hdp);
     for (int64_t r = 0; r < span; r += TILE) {
         int64_t rows = span - r < TILE ? span - r : TILE;
+        if (s->k_q8 && share) LKV_NAME(widen)(s->kq + (at + r) * hd, rows * hd, wide);
         for (int64_t i = 0; i < n; i++)
-            if (s->k_q8)
+            if (s->k_q8 && share)
+                LKV_NAME(score_wide)(qp + i * hdp, wide, s->ks + (at + r) * s->groups, hd,
+                                     s->groups, rows, scale, p + i * span + r);
+            else if (s->k_q8)
                 LKV_NAME(score_codes)(qp + i * hdp, s->kq + (at + r) * hd,
                                       s->ks + (at + r) * s->groups, hd, s->groups, rows, scale,
                                       p + i * span + r);
@@ -200,12 +230,14 @@ static int LKV_NAME(attend)(const lkv_store *s, int64_t head, const float *q, in
     memset(acc, 0, sizeof(float) * (size_t)(n * hdp));
     for (int64_t r = 0; r < span; r += TILE) {
         int64_t rows = span - r < TILE ? span - r : TILE;
+        if (s->v_q8 && share) LKV_NAME(widen)(s->vq + (at + r) * hd, rows * hd, wide);
         for (int64_t i = 0; i < n; i++) {
             const float *w = p + i * span + r;
             if (s->v_q8) {
                 const float *vs = s->vs + at + r;
                 for (int64_t j = 0; j < rows; j++) wts[j] = w[j] * vs[j];
-                LKV_NAME(value_rows)(wts, 0, s->vq + (at + r) * hd, hd, rows, acc + i * hdp);
+                const int8_t *codes = s->vq + (at + r) * hd;
+                LKV_NAME(value_rows)(wts, wide, share ? 0 : codes, hd, rows, acc + i * hdp);
             } else
                 LKV_NAME(value_rows)(w, s->v + (at + r) * hd, 0, hd, rows, acc + i * hdp);
         }
