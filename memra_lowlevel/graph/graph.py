@@ -40,12 +40,15 @@ class Node:
     kind : NodeType
     name : str
         ``"kernel#k"`` with the kernel's name and its how-manieth use, else ``"memset#k"`` …
+    func : int
+        For kernel nodes, the driver's function handle.
     """
 
     index: int
     handle: int
     kind: NodeType
     name: str
+    func: int = 0
 
     def __str__(self) -> str:
         return self.name
@@ -320,13 +323,13 @@ def list_nodes(context: Context, handle: int, kernels: dict[int, Any]) -> list[N
     driver, nodes, used = context.driver, [], dict[str, int]()
     for index, node in enumerate(driver.cuGraphGetNodes(handle)):
         kind = driver.cuGraphNodeGetType(node)
-        base = kind.name.lower()
+        base, func = kind.name.lower(), 0
         if kind is NodeType.KERNEL:
-            func = driver.cuGraphKernelNodeGetParams(node).func
+            func = driver.cuGraphKernelNodeGetParams(node, ()).func
             kernel = kernels.get(func)
             base = kernel.name if kernel is not None else f"kernel@{func:x}"
         k = used[base] = used.get(base, -1) + 1
-        nodes.append(Node(index, node, kind, f"{base}#{k}"))
+        nodes.append(Node(index, node, kind, f"{base}#{k}", func))
     return nodes
 
 

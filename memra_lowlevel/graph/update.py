@@ -119,7 +119,7 @@ def read_params(graph: Graph, node: Node, kernels: Mapping[int, Any] | None = No
     driver = graph.context.driver
     if node.kind is NodeType.KERNEL:
         known = graph.keeps.kernels if kernels is None else kernels
-        kernel = next((k for k in known.values() if k.name == node.name.rpartition("#")[0]), None)
+        kernel = known.get(node.func)
         sizes = None if kernel is None else [p.size for p in kernel.params]
         return driver.cuGraphKernelNodeGetParams(node.handle, sizes)
     if node.kind is NodeType.MEMCPY:
