@@ -1,7 +1,7 @@
 // Linear attention in one launch: short convolution, gates, and the delta rule over a few rows.
 //
-// A layer keeps n_slots states. The rows of a launch start from slot s = slot_d[0], which nobody
-// writes, so blocks need no order among each other:
+// A layer keeps n_slots states. The rows of a launch start from slot s = slot_d[0] % n_slots, which
+// nobody writes, so blocks need no order among each other:
 //   every row kept  row r leaves its state in slot (s + 1 + r) % n_slots
 //   last row kept   only the last row leaves one, in slot (s + 1) % n_slots
 #include "common/device.cuh"
@@ -61,7 +61,7 @@ KERNEL void conv_roll(const float* __restrict__ rows, const float* __restrict__ 
     const int c = blockIdx.x * THREADS + threadIdx.x;
     if (c < conv_width) {
         const int pad = taps - 1;
-        const int s = slot_d[0];
+        const int s = slot_d[0] % n_slots;
         Channel channel;
         channel.load(conv + (size_t(s) * conv_width + c) * pad, weights + size_t(c) * taps, taps);
         for (int r = 0; r < n_rows; r++) {
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(THREADS)
     const int k_head = v_head % n_k_heads;
     const int first_col = blockIdx.x * COLS;
     const int width = (2 * n_k_heads + n_v_heads) * D;
-    const int s = slot_d[0];
+    const int s = slot_d[0] % n_slots;
     const size_t state_at = (size_t(v_head) * D + first_col + col) * D;
     const size_t state_size = size_t(n_v_heads) * D * D;
 

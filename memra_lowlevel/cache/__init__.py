@@ -45,6 +45,7 @@ from .policy import (
     swa_ring_on,
     wkv_on,
 )
+from .recurrent import RecurLayer
 from .ring import (
     PRIME_CHUNK_MAX_TOKENS,
     SWA_REWIND_SLACK_ROWS,
@@ -71,6 +72,7 @@ __all__ = [
     "Lengths",
     "ModelPlan",
     "Planes",
+    "RecurLayer",
     "Recurrent",
     "SlidingKvCache",
     "StatePlan",
