@@ -273,8 +273,8 @@ class GraphExec(Owned):
             why = "was closed" if self.graph.closed else "differs from it since an update"
             raise CaptureForbidden(
                 f'cuGraphLaunch of "{self.name}" while stream "{stream.name}" is being captured '
-                f'into "{capture.name}" (from {caller()}): it becomes a copy of the graph it was made '
-                f"from, which {why}. Remedy: keep that graph open, and update it instead.",
+                f'into "{capture.name}" (from {caller()}): it becomes a copy of the graph '
+                f"it was made from, which {why}. Remedy: keep that graph open, and update it instead.",
                 call="cuGraphLaunch",
             )
         capture.note_effects({e.counter.serial: e for e in self.effects})

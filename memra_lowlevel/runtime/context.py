@@ -24,6 +24,7 @@ from . import lifetime
 if TYPE_CHECKING:
     from .device import Device
     from .launch import Launcher
+    from .module import LoadedModule
     from .storage import Storage
     from .stream import Stream
 
@@ -85,6 +86,7 @@ class Context:
         self.n_lost_destructors = 0
         self.memo: dict[Any, Any] = {}
         self.launchers: dict[int, Launcher] = {}
+        self.modules: weakref.WeakSet[LoadedModule] = weakref.WeakSet()
         self._dead: deque[tuple[int, Callable[[], None]]] = deque()
         # Every allocation that is not given back, to tell whose address a graph has frozen.
         self.storages: weakref.WeakValueDictionary[int, Storage] = weakref.WeakValueDictionary()
@@ -281,6 +283,9 @@ class Context:
                 for event in events:
                     driver.cuEventDestroy(event)
                 action()
+            # A kernel that somebody still holds must not look loaded in the next context.
+            for module in list(self.modules):
+                module.unload()
             for free in self.pinned_free.values():
                 for ptr in free:
                     driver.cuMemFreeHost(ptr)

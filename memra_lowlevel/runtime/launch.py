@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LaunchConfig", "PreparedLaunch", "launch", "launch_many", "occupancy", "prepare"]
 
+_MOST_SITES = 512  # configurations remembered per kernel
+
 
 def launch(stream: Stream, config: ConfigLike, kernel: Kernel, *args: Any) -> None:
     """Launch ``kernel`` on ``stream``.
@@ -258,6 +260,8 @@ class Launcher:
         config = config_of(config)
         site = self.sites.get(config)
         if site is None:
+            if len(self.sites) >= _MOST_SITES:
+                self.sites.clear()
             site = self.sites[config] = _Site(self, config)
         return site
 
@@ -285,7 +289,13 @@ class _Site:
             cell.grid, cell.block = self.grid, self.block
             cell.shared_bytes, cell.n_params = config.shared_bytes, len(offsets)
             cell.offsets = self._offsets
-            cell.id = gate.number(launcher.kernel.name, "")
+            # The trace shows where the combination was first launched.
+            cell.id = gate.number(launcher.kernel.name, caller())
+
+    def __del__(self) -> None:
+        gate = self.launcher.context.native
+        if gate is not None and getattr(self, "cell", None) is not None:
+            gate.forget(self.cell.id)
 
     def check_stream(self, stream: Stream) -> None:
         stream._check_open()

@@ -29,6 +29,7 @@ class LoadedModule(Module):
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._holds = 0
         self._closing = False
+        context.modules.add(self)
 
     def kernel(self, name: str) -> Kernel:
         """Get a kernel by name or name expression; the same object each time."""
@@ -50,9 +51,17 @@ class LoadedModule(Module):
         self._closing = True
         if self._holds == 0 and not self.closed:
             forbid("cuModuleUnload", what=f"module {self.image.name!r}")
-            for user in list(self.users):
-                user._operand_closed(self)
-            for kernel in self._kernels.values():
-                self.context.launchers.pop(id(kernel), None)
-            self.context.ensure()
-            super().close()
+            # Work in flight may still run the code.
+            self.context.activate()
+            try:
+                self.driver.cuCtxSynchronize()
+            finally:
+                self.unload()
+
+    def unload(self) -> None:
+        """Unload at once; for a context that ends, with no work in flight."""
+        for user in list(self.users):
+            user._operand_closed(self)
+        for kernel in self._kernels.values():
+            self.context.launchers.pop(id(kernel), None)
+        super().close()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..compile import Kernel
     from .stream import Stream
 
-__all__ = ["StubDriver", "launch_overhead", "stub_device"]
+__all__ = ["StubDriver", "best_ns", "launch_overhead", "stub_device"]
 
 _SOURCE = """#include "common/device.cuh"
 KERNEL void eleven(float* a, float* b, float* c, int32_t d, int32_t e, int32_t f, float g, float h,
@@ -74,6 +74,10 @@ def launch_overhead(*, n: int = 1000, repeats: int = 200) -> dict[str, float]:
         before it), ``new_arguments`` (3 pointers, 1 int), ``new_arguments_11``, ``many`` (per
         launch of a batch of 64), ``floor`` (a compiled call that does nothing), ``function``
         (a Python function that does nothing).
+
+    Notes
+    -----
+    Graph launches are measured by the graph layer's caller through :func:`best_ns`.
     """
     from ..compile import compile_source
 
@@ -110,8 +114,7 @@ def _measure(
     names["nothing"] = nothing
 
     def best(statement: str, share: int = 1) -> float:
-        timer = timeit.Timer(statement, globals=names)
-        return min(timer.repeat(repeats, max(1, n // share))) / max(1, n // share) * 1e9
+        return best_ns(statement, names, max(1, n // share), repeats)
 
     loop = best("pass")
     return {
@@ -124,3 +127,8 @@ def _measure(
         "floor": best("floor(0)") - loop,
         "function": best("nothing(s)") - loop,
     }
+
+
+def best_ns(statement: str, names: dict[str, Any], n: int, repeats: int) -> float:
+    """Nanoseconds per execution of ``statement``: the best of ``repeats`` runs of ``n``."""
+    return min(timeit.Timer(statement, globals=names).repeat(repeats, n)) / n * 1e9

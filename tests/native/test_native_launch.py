@@ -28,6 +28,7 @@ from memra_lowlevel import (
 )
 from memra_lowlevel.graph import Effect
 from memra_lowlevel.graph.effects import Mirror
+from memra_lowlevel.graph.overhead import replay_overhead
 from memra_lowlevel.runtime.overhead import launch_overhead, stub_device
 
 SOURCE = """#include "common/device.cuh"
@@ -416,8 +417,8 @@ print(ffibuilder.compile(tmpdir={str(tmp_path)!r}))
 
 def test_the_cost_is_reported(record_property: Any) -> None:
     """Time is reported, not judged; the work is judged above."""
-    times = launch_overhead(n=200, repeats=20)
+    times = {**launch_overhead(n=200, repeats=20), **replay_overhead(n=200, repeats=20)}
     for name, value in times.items():
         record_property(name, round(value, 1))
-    assert set(times) >= {"prepared", "new_arguments", "many", "floor"}
+    assert set(times) >= {"prepared", "new_arguments", "many", "floor", "replay"}
     assert all(np.isfinite(v) for v in times.values())

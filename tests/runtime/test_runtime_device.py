@@ -10,7 +10,7 @@ import threading
 import numpy as np
 import pytest
 
-from memra_lowlevel import Device, driver, errors
+from memra_lowlevel import Device, LaunchConfig, compile_source, driver, errors, launch
 from memra_lowlevel.runtime import context as contexts
 from memra_lowlevel.runtime import lifetime
 
@@ -75,6 +75,17 @@ def test_context_goes_with_the_last_device_and_object() -> None:
     assert counts()["cuDevicePrimaryCtxRelease"] == released + 1
     with Device("host:3") as again:
         assert again.memory_bytes()[1] > 0
+
+
+def test_kernels_do_not_outlive_their_context(path: str) -> None:
+    source = '#include "common/device.cuh"\nKERNEL void one(int32_t* p) { p[0] = 1; }\n'
+    with Device("host:3") as dev:
+        kernel = dev.module(compile_source(source, arch="host", name="outlived.cu")).kernel("one")
+    with Device("host:3") as dev, _stream(dev) as s:
+        out = dev.zeros(1, np.int32, s)
+        with pytest.raises(errors.ClosedError, match=r"outlived\.cu"):
+            launch(s, LaunchConfig(1, 1), kernel, out)
+        out.close()
 
 
 def test_limits_come_from_the_driver(device: Device) -> None:
