@@ -10,7 +10,7 @@ import functools
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..driver.host.build import (
@@ -136,7 +136,19 @@ def compile_host(
             unit_path.unlink(missing_ok=True)
             object_path.unlink(missing_ok=True)
 
-    return HostImage(publish(key, make), {n: n for n in names}, check, sanitize)
+    try:
+        path = publish(key, make)
+    except CompileError as error:
+        if head.startswith("#line"):  # the compiler had no file to quote from
+            lines = ["", *text.splitlines()]
+            error.diagnostics = tuple(
+                replace(d, source_line=lines[d.line])
+                if d.file == name and d.line < len(lines)
+                else d
+                for d in error.diagnostics
+            )
+        raise
+    return HostImage(path, {n: n for n in names}, check, sanitize)
 
 
 def _flags(compiler: Compiler, check: bool, sanitize: Sanitizer | None) -> list[str]:
@@ -207,7 +219,7 @@ def _strip(text: str) -> str:
 
 def plain_kernels(text: str) -> list[str]:
     """Names of the kernels in a source that are no templates, in order."""
-    text = _DIRECTIVE.sub("", _strip(text))
+    text = _DIRECTIVE.sub("", _COMMENT.sub(lambda m: '"C"' if m.group() == '"C"' else " ", text))
     names = []
     for match in _KERNEL.finditer(text):
         before = text[: match.start()].rstrip()

@@ -146,8 +146,8 @@ _private_folder_owners: list[tempfile.TemporaryDirectory[str]] = []
 _checked: set[tuple[str, int, int]] = set()
 
 
-def _intact(path: Path) -> bool:
-    """Whether a published library is there and whole. Each file is read once per process."""
+def _intact(path: Path, quiet: bool = False) -> bool:
+    """Tell whether a published library is there and whole. Each file is read once per process."""
     try:
         about = path.stat()
         seen = (str(path), about.st_mtime_ns, about.st_size)
@@ -161,7 +161,8 @@ def _intact(path: Path) -> bool:
         if hashlib.sha256(data[:at]).digest() == data[at + len(MARK) :]:
             _checked.add(seen)
             return True
-    log.warning("%s is damaged; building it again", path)
+    if not quiet:
+        log.warning("%s is damaged; building it again", path)
     return False
 
 
@@ -189,7 +190,7 @@ def publish(key: str, make: Callable[[Path], None], suffix: str = ".so") -> Path
     try:
         shared.mkdir(parents=True, exist_ok=True)
         path = shared / (key + suffix)
-        if _intact(path):
+        if _intact(path, quiet=True):
             return path
         with FileLock(str(path) + ".lock"):
             if not _intact(path):

@@ -21,7 +21,7 @@ constexpr size_t ALT_STACK_BYTES = 64 * 1024;
 std::atomic<Worker*> workers[MAX_WORKERS];
 std::atomic<uint32_t> n_registered{0};
 struct sigaction previous[65];
-volatile sig_atomic_t passing_on = 0;
+volatile sig_atomic_t passed_on[65];
 
 }  // namespace
 
@@ -38,20 +38,15 @@ Worker* worker_of(uintptr_t sp) {
 
 namespace {
 
-void pass_on(int signal, siginfo_t* info, void* context) {
-  const struct sigaction& old = previous[signal];
-  if (passing_on || (!(old.sa_flags & SA_SIGINFO) &&
-                     (old.sa_handler == SIG_DFL || old.sa_handler == SIG_IGN))) {
-    // Return and fault again, this time for good.
-    struct sigaction fresh = {};
-    fresh.sa_handler = SIG_DFL;
-    sigaction(signal, &fresh, nullptr);
-    return;
-  }
-  passing_on = 1;
-  if (old.sa_flags & SA_SIGINFO) old.sa_sigaction(signal, info, context);
-  else old.sa_handler(signal);
-  passing_on = 0;
+// Puts the earlier handler back, so that the fault happens again and meets it natively. One that ends
+// by calling the handler before itself (faulthandler does) comes back here: then it was the last.
+void pass_on(int signal, const siginfo_t* info) {
+  struct sigaction next = {};
+  next.sa_handler = SIG_DFL;
+  if (!passed_on[signal]) next = previous[signal];
+  passed_on[signal] = 1;
+  sigaction(signal, &next, nullptr);
+  if (info->si_code <= 0) raise(signal);  // sent by somebody: nothing would happen again by itself
 }
 
 void on_fault(int signal, siginfo_t* info, void* raw) {
@@ -67,8 +62,8 @@ void on_fault(int signal, siginfo_t* info, void* raw) {
   const bool is_write = false;
 #endif
   Worker* w = worker_of(sp);
-  if (!w || !w->launch || info->si_code == SI_USER || info->si_code == SI_TKILL) {
-    pass_on(signal, info, raw);
+  if (!w || !w->launch || info->si_code <= 0) {
+    pass_on(signal, info);
     return;
   }
   w->faulted = 1;
@@ -135,6 +130,7 @@ void install_fault_handler() {
     sigaction(signal, nullptr, &old);
     if ((old.sa_flags & SA_SIGINFO) && old.sa_sigaction == &on_fault) continue;
     previous[signal] = old;
+    passed_on[signal] = 0;
     sigaction(signal, &ours, nullptr);
   }
 }
