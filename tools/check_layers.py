@@ -16,11 +16,12 @@ PACKAGE = "memra_lowlevel"
 ROOT = Path(__file__).resolve().parent.parent / PACKAGE
 
 STACK = ["driver", "compile", "runtime", "graph", "kernels", "cache", "speculative"]
-BOTTOM = {"errors", "paths", "formats", "reference", "native"}
+BOTTOM = {"closing", "errors", "paths", "formats", "reference", "native"}
 ANYTHING = {"cli", "debug", "demo", "bench", "examples", "__init__"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "closing": set(),
     "paths": set(),
     "native": {"errors"},
     "formats": {"errors"},
