@@ -12,6 +12,8 @@ Self = TypeVar("Self", bound="Closing")
 class Closing:
     """Base of what has a ``close()``; leaving a ``with`` block calls it."""
 
+    __slots__ = ()
+
     def close(self) -> None:
         """Give back what this holds; idempotent."""
         raise NotImplementedError

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..closing import Closing
 from ..driver.table import FuncAttribute
 from ..errors import ArgumentError, ClosedError, DriverError
 from .signature import CTYPES, ParamDecl, Signature
@@ -122,7 +123,7 @@ class Kernel:
         return f"<Kernel {self.name}({inner}) {self.image.arch} {self.image.rung}>"
 
 
-class Module:
+class Module(Closing):
     """A :class:`CompiledImage` loaded into a context.
 
     Parameters

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..closing import Closing
 from ..compile import compile_file, cuda_src_root
 from ..errors import ArgumentError, CapacityExceeded, CounterUnknown, MemraError
 from ..runtime.device import Device
@@ -33,7 +34,7 @@ _serial = itertools.count(1)
 _I32_MAX = 2**31 - 1
 
 
-class DeviceCounter:
+class DeviceCounter(Closing):
     """An i32 on the device, its host mirror, and the rule who may write it.
 
     Only this object and work announced to it (:meth:`advance_recorded`, ``note_*``) write the
@@ -205,6 +206,11 @@ class DeviceCounter:
         """Read the value back after all work on ``stream``; blocks."""
         sync_counters(stream, [self])
         return self.value
+
+    @property
+    def closed(self) -> bool:
+        """Whether the memory of the counter is gone."""
+        return self.buffer.closed
 
     def close(self) -> None:
         """Give the memory back if the counter allocated it."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..closing import Closing
 from ..driver.table import KernelNodeParams, MemcpyNodeParams, MemsetNodeParams, NodeType
 from ..driver.trace import caller
 from ..errors import ArgumentError, CaptureError, CaptureForbidden, ClosedError
@@ -74,7 +75,7 @@ class _Handle(Owned):
         driver.name_handle(handle, name)
 
 
-class Graph:
+class Graph(Closing):
     """Work that can be instantiated and launched any number of times.
 
     From ``with stream.capture("step") as graph:``, or built by hand: ``Graph(device, "step")`` and
@@ -270,12 +271,6 @@ class Graph:
             )
         if self._owned is not None:
             self._owned.close()
-
-    def __enter__(self) -> Graph:
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else self._state

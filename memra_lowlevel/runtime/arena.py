@@ -7,11 +7,12 @@ its slices keep their addresses for as long as it lives.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from ..closing import Closing
 from ..driver.trace import caller
 from ..errors import ArgumentError, ClosedError, OutOfMemory
 from .memory import Buffer
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Arena"]
 
 
-class Arena:
+class Arena(Closing):
     """A block of device memory; made by :meth:`Device.arena`.
 
     Attributes
@@ -151,12 +152,6 @@ class Arena:
     def close(self) -> None:
         """End all slices; the block goes back when no graph holds it."""
         self._storage.close()
-
-    def __enter__(self) -> Arena:
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         used = f"{self.used_bytes} of {self.n_bytes} bytes"

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import driver as drivers
+from ..closing import Closing
 from ..errors import ArgumentError, ClosedError, DriverNotFound
 from . import lifetime, pool
 from .arena import Arena
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Device"]
 
 
-class Device:
+class Device(Closing):
     """A GPU, or the CPU standing in for one.
 
     Parameters
@@ -257,12 +258,6 @@ class Device:
     def _check_open(self) -> None:
         if self._closed or not self.context.handle:
             raise ClosedError(f"device {self} is closed.")
-
-    def __enter__(self) -> Device:
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self.close()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Device) and other.context is self.context

@@ -14,8 +14,9 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
+from ..closing import Closing
 from ..driver.trace import caller
 from ..errors import ClosedError, LeakError
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from .recording import Recording
 
 __all__ = ["Keepable", "Leak", "Owned", "capturing", "census", "gate", "no_leaks", "recordings"]
-
-Self = TypeVar("Self", bound="Owned")
 
 gate = threading.RLock()
 """Held while a capture begins or ends and while dead handles are destroyed."""
@@ -42,7 +41,7 @@ def capturing() -> bool:
     return bool(recordings)
 
 
-class Owned:
+class Owned(Closing):
     """Base of everything that owns a handle of the driver.
 
     Attributes
@@ -94,12 +93,6 @@ class Owned:
                 f"{self.kind} {self.name!r} (made at {self.where or '?'}) is closed: "
                 f"used at {caller()}. Keep it open for as long as it is used."
             )
-
-    def __enter__(self: Self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = " closed" if self.closed else ""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ..closing import Closing
 from ..driver.trace import caller
 from ..errors import ArgumentError, ClosedError
 from .lifetime import Keepable
@@ -105,7 +106,7 @@ class PinnedStorage(Storage):
         return not self.open or super().closed
 
 
-class MemoryView:
+class MemoryView(Closing):
     """What device and pinned buffers have in common: a place in a storage."""
 
     __slots__ = ("__weakref__", "_closed", "_root", "_storage", "dtype", "n_bytes", "ptr", "shape")
