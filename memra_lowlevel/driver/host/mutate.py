@@ -72,7 +72,7 @@ def flatten(source: Path, include_dirs: Iterable[Path] = ()) -> str:
                     break
             else:
                 continue
-            line = text.count("\n", 0, match.end()) + 1
+            line = text.count("\n", 0, match.end()) + 2  # of the line after the include
             inner = "" if found in done else expand(found)
             done.add(found)
             parts += [text[at : match.start()], inner, f'\n#line {line} "{path}"']

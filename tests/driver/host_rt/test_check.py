@@ -507,3 +507,14 @@ def test_large_grids_stay_cheap(kernel):
     count = np.zeros(1, np.uint32)
     kernel(body, "many", check=True)(20_000, 32, 0, np.zeros(640_000, F32), count)
     assert count[0] == 20_000
+
+
+def test_what_lanes_exchange_is_no_memory_of_the_device(kernel):
+    body = """KERNEL void exchange(float* x) {
+      float v = x[threadIdx.x];
+      for (int d = 16; d; d >>= 1) v += __shfl_xor_sync(FULL_MASK, v, d);
+      if (__all_sync(FULL_MASK, v > 0)) x[threadIdx.x] = v + __popc(__ballot_sync(FULL_MASK, 1));
+    }"""
+    x = np.ones(64, F32)
+    kernel(body, "exchange", check=True)(1, 64, 0, x)
+    assert (x == 64).all()

@@ -463,6 +463,8 @@ void check_access(Checker& c, const Access& a) {
     }
   } else if (at - reinterpret_cast<uintptr_t>(w.stacks) < MAX_THREADS * w.stack_bytes) {
     return;  // a local variable
+  } else if (at - reinterpret_cast<uintptr_t>(w.slots) < MAX_SLOTS * sizeof(WarpSlot)) {
+    return;  // what lanes exchange
   } else if (at - reinterpret_cast<uintptr_t>(c.module) < c.module_bytes &&
              (!a.is_write || at - c.static_begin >= c.static_bytes)) {
     return;  // tables of constants

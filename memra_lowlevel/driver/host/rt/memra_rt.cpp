@@ -32,11 +32,13 @@ Worker::Worker(uint32_t ordinal_) : ordinal(ordinal_) {
   stack_bytes = stack_bytes_wanted;
   stacks = static_cast<uint8_t*>(mmap(nullptr, MAX_THREADS * stack_bytes, PROT_READ | PROT_WRITE,
                                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK, -1, 0));
+  slots = static_cast<WarpSlot*>(mmap(nullptr, MAX_SLOTS * sizeof(WarpSlot), PROT_READ | PROT_WRITE,
+                                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   shared_mapped = (MAX_SHARED_BYTES + PAGE - 1) & ~(PAGE - 1);
   uint8_t* at = static_cast<uint8_t*>(mmap(nullptr, shared_mapped + 2 * PAGE, PROT_NONE,
                                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  if (at == MAP_FAILED || mprotect(at + PAGE, shared_mapped, PROT_READ | PROT_WRITE)) return;
   shared_base = at + PAGE;
-  mprotect(shared_base, shared_mapped, PROT_READ | PROT_WRITE);
 }
 
 void guard_fiber(Worker& w, uint32_t fiber) {
@@ -51,7 +53,7 @@ std::vector<std::unique_ptr<Worker>> all_workers;
 Worker* worker(uint32_t i) {
   while (all_workers.size() <= i) {
     auto w = std::make_unique<Worker>(uint32_t(all_workers.size()));
-    if (w->stacks == MAP_FAILED || w->shared_base == reinterpret_cast<uint8_t*>(PAGE - 1)) return nullptr;
+    if (w->stacks == MAP_FAILED || w->slots == MAP_FAILED || !w->shared_base) return nullptr;
     register_worker(w.get());
     all_workers.push_back(std::move(w));
   }

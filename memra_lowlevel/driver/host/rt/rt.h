@@ -28,6 +28,7 @@ namespace memra {
 constexpr uint32_t MAX_THREADS = 1024;
 constexpr uint32_t MAX_SHARED_BYTES = 227 * 1024;
 constexpr size_t PAGE = 4096;
+constexpr uint32_t MAX_SLOTS = 4096;  // masks that warps of a block wait under at one time
 constexpr uint8_t POISON = 0xff;
 
 enum Order : uint32_t { ORDER_FORWARD, ORDER_REVERSE, ORDER_RANDOM };
@@ -194,6 +195,8 @@ struct Worker {
   uint32_t placed_x = 0, placed_y = 0, placed_z = 0;
   WarpState warps[MAX_THREADS / 32];
   std::vector<WarpSlot*> spare_slots;
+  WarpSlot* slots = nullptr;       // MAX_SLOTS of them, mapped as they are used
+  uint32_t n_slots = 0;
   AsyncCopies async[MAX_THREADS];
   bool async_used = false;
 

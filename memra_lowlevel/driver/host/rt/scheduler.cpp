@@ -246,7 +246,8 @@ WarpSlot* find_slot(Worker& w, WarpState& warp, uint32_t mask) {
   }
   WarpSlot* slot;
   if (w.spare_slots.empty()) {
-    slot = new WarpSlot();
+    if (w.n_slots == MAX_SLOTS) fail(w, FAIL_OTHER, nullptr, "too many masks wait at one time");
+    slot = &w.slots[w.n_slots++];
   } else {
     slot = w.spare_slots.back();
     w.spare_slots.pop_back();
