@@ -1,6 +1,6 @@
 """The float32 arithmetic of LayerKvCache in NumPy, operation for operation that of the C loops.
 
-Every function gives the bits of its twin in ``native/layer_kv_math.h`` and
+Every function gives the bits of its twin in ``cuda_src/common/elementary.cuh`` and
 ``native/layer_kv_loops.h``. NumPy has no fused multiply-add, so :func:`fma` makes one from float64.
 """
 

@@ -60,6 +60,8 @@ class LayerBase:
         self._base = 0
         self._tail = 0
         self._generation = next(_generations)
+        self._cuts: list[tuple[int, int]] = []  # (serial, rows left) of cuts, both ascending
+        self._cut_serial = self._cuts_forgotten = 0
 
     # -- geometry and counters ------------------------------------------------------------------
 
@@ -111,7 +113,8 @@ class LayerBase:
     def generation(self) -> int:
         """A process-wide number, fresh after every change of rows other than append or truncate.
 
-        A mirror of the rows is valid while this number and the row count are those it saw.
+        A mirror of the rows is valid up to the fewest rows since it looked, while this number is
+        the one it saw.
         """
         return self._generation
 
@@ -297,6 +300,21 @@ class LayerBase:
         self._imp = self._imp[n : self._n_imp].copy()
         self._n_imp -= n
         self._seq_len -= n
+
+    def _note_cut(self) -> None:
+        """Remember how short a truncation left the rows, for mirrors."""
+        self._cut_serial += 1
+        while self._cuts and self._cuts[-1][1] >= self._seq_len:
+            self._cuts.pop()
+        self._cuts.append((self._cut_serial, self._seq_len))
+        if len(self._cuts) > 64:
+            self._cuts_forgotten = self._cuts.pop(0)[0]
+
+    def _rows_untouched_since(self, serial: int) -> int:
+        """Return how many first rows no truncation has reached since the one of `serial`."""
+        if serial < self._cuts_forgotten:
+            return 0
+        return next((rows for s, rows in self._cuts if s > serial), self._seq_len)
 
     def _touch(self) -> None:
         self._generation = next(_generations)

@@ -117,6 +117,8 @@ class LayerKvCache(AttendMethods, RecurrentMethods, BoundedMethods, O1Methods, W
         self._stores.drop_last(d)
         self._n_imp = max(self._n_imp - d, 0)
         self._seq_len -= d
+        if d:
+            self._note_cut()
         if self._o1 is not None:
             self._o1.drop_last(d)
 
@@ -256,7 +258,7 @@ class LayerKvCache(AttendMethods, RecurrentMethods, BoundedMethods, O1Methods, W
         fresh = dict(other.__dict__)
         fresh["_stores"] = other._stores.copy()
         fresh["_imp"] = other.imp.copy()
-        for name in ("_linear_state", "_linear_scratch"):
+        for name in ("_linear_state", "_linear_scratch", "_cuts"):
             fresh[name] = fresh[name].copy()
         for name in ("_bounded", "_o1", "_alive"):
             fresh[name] = None if fresh[name] is None else fresh[name].copy()

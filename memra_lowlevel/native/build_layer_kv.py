@@ -37,10 +37,14 @@ def _builder(root: str) -> FFI:
         "memra_lowlevel.native._layer_kv",
         '#include "layer_kv.h"\n',
         sources=[os.path.join(root, _HERE, "layer_kv.c")],
-        include_dirs=[os.path.join(_ROOT, _HERE)],
+        include_dirs=[os.path.join(_ROOT, _HERE), os.path.join(_ROOT, "cuda_src")],
         depends=[
-            os.path.join(root, _HERE, name)
-            for name in ("layer_kv_loops.h", "layer_kv_math.h", "layer_kv.h")
+            os.path.join(root, *path.split("/"))
+            for path in (
+                f"{_HERE}/layer_kv_loops.h",
+                f"{_HERE}/layer_kv.h",
+                "cuda_src/common/elementary.cuh",
+            )
         ],
         # contraction would fuse products and sums that the arithmetic rounds separately
         extra_compile_args=["-O3", "-ffp-contract=off", "-fno-math-errno", "-std=gnu11"],

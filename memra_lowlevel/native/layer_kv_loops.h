@@ -6,7 +6,7 @@
  * Each result is fixed by the order written here, whatever the set: a dot product is 32 lanes of
  * fused steps and a butterfly (strides 16, 8, 4, 2, 1); everything else is plain IEEE arithmetic
  * that the compiler may vectorise but not reassociate. */
-#include "layer_kv_math.h"
+#include "common/elementary.cuh"
 
 #define NV (32 / VW)
 
