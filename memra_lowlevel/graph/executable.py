@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["GraphExec"]
 
 
+_SLOW = -4  # MLL_SLOW
 _REPLACE = 1  # CU_STREAM_SET_CAPTURE_DEPENDENCIES
 
 
@@ -56,7 +57,7 @@ class GraphExec(Owned):
         self.handle, self.graph = handle, graph
         keeps = self.keeps = Keeps(graph.keeps.operands.values(), graph.keeps.kernels.values())
         self.effects: list[Effect] = list(graph.effects.values())
-        self.checks = list(graph.checks)
+        self.checks = tuple(graph.checks)
         self.n_updates = 0
         self._n_slow = 0
         self._params: dict[int, NodeParams] = {}
@@ -73,13 +74,6 @@ class GraphExec(Owned):
         driver.name_handle(handle, self.name)
         self._cell: Any = None
         self._bound: Stream | None = None
-        if context.native is not None and native.available():
-            ffi = native.ffi
-            cell = self._cell = ffi.new("mll_exec *")
-            cell.device, cell.exec = context.native.cell, ffi.cast("void *", handle)
-            cell.id = context.native.number(self.name, self.where)
-            self._launch = native.lib.mll_graph_launch
-        self._load_effects()
 
     @property
     def device(self) -> Device:
@@ -102,15 +96,8 @@ class GraphExec(Owned):
         CapacityExceeded, CounterUnknown
             If a counter has no room, or nobody knows whether it has. Nothing is launched.
         """
-        if self.checks:
-            for check in self.checks:
-                check(self)
-        if stream is self._bound:
-            code = self._launch(self._cell)
-            if code == 0:
-                return
-            if code > 0:
-                raise driver_error(self.context, code, "cuGraphLaunch", stream, None)
+        for check in self.checks:
+            check(self)
         self._launch_checked(stream)
 
     def upload(self, stream: Stream) -> None:
@@ -178,7 +165,7 @@ class GraphExec(Owned):
         self._set(node, new)
         self._params[node.index] = new
         self.n_updates += 1
-        self._bound = None
+        self._unbind()
 
     def update_graph(self, graph: Graph) -> None:
         """Take over all parameters of another graph of the same shape.
@@ -217,7 +204,7 @@ class GraphExec(Owned):
             for a, b in zip(mine, nodes, strict=False)
             if b.kind in FIELDS
         }
-        self.effects, self.checks = list(graph.effects.values()), list(graph.checks)
+        self.effects, self.checks = list(graph.effects.values()), tuple(graph.checks)
         self._load_effects()
         self.n_updates += 1
 
@@ -265,7 +252,8 @@ class GraphExec(Owned):
             if isinstance(operand, Storage):
                 operand.streams.add(stream)
         if self._cell is not None and not self.context.trace_lines:
-            self._cell.bound, self._bound = stream.cell, stream
+            self._bound, self._cell.bound = stream, stream.cell
+            self._cell.bound_object = native.ffi.cast("void *", id(stream))
 
     def _join(self, capture: Capture, stream: Stream) -> None:
         """Become a child graph of a capture, which the driver's own launch cannot."""
@@ -274,7 +262,7 @@ class GraphExec(Owned):
             raise CaptureForbidden(
                 f'cuGraphLaunch of "{self.name}" while stream "{stream.name}" is being captured '
                 f'into "{capture.name}" (from {caller()}): it becomes a copy of the graph '
-                f"it was made from, which {why}. Remedy: keep that graph open, and update it instead.",
+                f"it was made from, which {why}. Remedy: keep that graph open; update it instead.",
                 call="cuGraphLaunch",
             )
         capture.note_effects({e.counter.serial: e for e in self.effects})
@@ -291,14 +279,14 @@ class GraphExec(Owned):
             capture.add_check(check)
         capture.tick(stream)
 
+    def _unbind(self) -> None:
+        """Let the next launch go the long way, which notes the use of the operands."""
+        self._bound = None
+        if self._cell is not None:
+            self._cell.bound_object = native.ffi.NULL
+
     def _load_effects(self) -> None:
-        cell = self._cell
-        if cell is None:
-            return
-        self._effect_cells = native.ffi.new("mll_effect[]", max(1, len(self.effects)))
-        for i, effect in enumerate(self.effects):
-            effect.fill(self._effect_cells[i])
-        cell.effects, cell.n_effects = self._effect_cells, len(self.effects)
+        """Tell the compiled path of changed effects and checks."""
 
     def _before_close(self) -> None:
         if self._cell is not None:
@@ -318,3 +306,43 @@ class GraphExec(Owned):
                 driver.cuGraphExecMemsetNodeSetParams(self.handle, node.handle, new, ctx)
         except DriverError as error:
             raise refused(node, "parameters", f"the driver says {error.result}") from error
+
+
+class _CompiledExec(native.Exec, GraphExec):  # type: ignore[misc]
+    """An executable whose method :meth:`launch` is compiled code; see launch_object.c."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(graph)
+        gate = self.context.native
+        assert gate is not None
+        cell = self._cell = native.cell_of(self, "mll_exec")
+        cell.device, cell.exec = gate.cell, native.ffi.cast("void *", self.handle)
+        cell.id = gate.number(self.name, self.where)
+        self._load_effects()
+
+    def _launch_code(self, stream: Stream, code: int) -> None:
+        """Go on where the compiled launch gave up: a driver result, or a reason to look."""
+        if code == _SLOW and self.checks:
+            for check in self.checks:
+                check(self)
+            if stream is self._bound:
+                code = native.lib.mll_graph_launch(self._cell)
+                if code == 0:
+                    return
+        if code > 0:
+            raise driver_error(self.context, code, "cuGraphLaunch", stream, None)
+        self._launch_checked(stream)
+
+    def _load_effects(self) -> None:
+        cells = self._effect_cells = native.ffi.new("mll_effect[]", max(1, len(self.effects)))
+        for i, effect in enumerate(self.effects):
+            effect.fill(cells[i])
+        self._cell.effects, self._cell.n_effects = cells, len(self.effects)
+        self._cell.has_checks = bool(self.checks)
+
+
+def instantiate(graph: Graph) -> GraphExec:
+    """Make an executable, with a compiled launch where that was built."""
+    compiled = graph.context.native is not None and native.available()
+    made: GraphExec = _CompiledExec(graph) if compiled else GraphExec(graph)
+    return made

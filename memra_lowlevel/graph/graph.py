@@ -232,9 +232,9 @@ class Graph(Closing):
     # -- use --------------------------------------------------------------------------------------
     def instantiate(self) -> GraphExec:
         """Make the graph launchable."""
-        from .executable import GraphExec
+        from .executable import instantiate
 
-        return GraphExec(self)
+        return instantiate(self)
 
     def describe(self) -> Report:
         """Tell what the graph consists of and what it froze."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,10 +25,25 @@ try:
 except ImportError as error:
     _reason = f"memra_lowlevel.native._launch was not built ({error})"
 
-_VERSION = 3
+_VERSION = 5
 if lib is not None and getattr(lib, "MLL_VERSION", 0) != _VERSION:
     _reason = "memra_lowlevel.native._launch is older than the sources; build it again"
     ffi = lib = None
+
+
+class _Absent:
+    """Stands for the compiled types where the module was not built."""
+
+
+def _type(graph: bool) -> Any:
+    """Type whose instances hold a plan or an executable."""
+    if lib is None:
+        return _Absent
+    return ctypes.cast(int(lib.mll_object_type(graph)), ctypes.py_object).value
+
+
+Plan = _type(False)
+Exec = _type(True)
 
 _enabled = True
 _ids = itertools.count(1)
@@ -58,6 +74,11 @@ def note_context(ctx: int) -> None:
     """Tell the compiled path which context is current in this thread."""
     if lib is not None:
         lib.mll_note_context(ctx)
+
+
+def cell_of(owner: Any, kind: str) -> Any:
+    """Give the ``mll_plan`` or ``mll_exec`` inside an instance of :data:`Plan` or :data:`Exec`."""
+    return ffi.cast(f"{kind} *", lib.mll_object_address(id(owner)))
 
 
 class Gate:

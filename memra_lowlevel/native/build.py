@@ -27,7 +27,8 @@ ffibuilder.set_source(
     "memra_lowlevel.native._launch",
     # Included by content, so that the generated file builds wherever it is put.
     (HERE / "launch_path.h").read_text()
-    + (HERE / "launch_path.c").read_text().replace('#include "launch_path.h"', ""),
+    + (HERE / "launch_path.c").read_text().replace('#include "launch_path.h"', "")
+    + (HERE / "launch_object.c").read_text(),
     extra_compile_args=["-O2", "-std=gnu11"],
     py_limited_api=True,
 )

@@ -92,7 +92,7 @@ int mll_launch_many(mll_plan **plans, uint32_t n, mll_stream *s, uint32_t *done)
         mll_plan *p = plans[i];
         mll_device *d = p->device;
         trace(d, p->id, 0, s);
-            int code = d->launch(p->func, p->grid[0], p->grid[1], p->grid[2], p->block[0],
+        int code = d->launch(p->func, p->grid[0], p->grid[1], p->grid[2], p->block[0],
                              p->block[1], p->block[2], p->shared_bytes, s->handle, p->params, NULL);
         *done = i;
         if (code)

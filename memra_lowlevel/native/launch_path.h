@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 /* Raised with every change of the structures, so that a stale build is noticed. */
-enum { MLL_VERSION = 3 };
+enum { MLL_VERSION = 5 };
 
 /* Answers below zero are ours, above zero the driver's. */
 enum {
@@ -59,6 +59,7 @@ typedef struct {
     int32_t dead;
     mll_stream *bound; /* stream that it is launched on; its use of the operands is noted */
     void **params;
+    void *bound_object; /* the Python object of `bound` */
 } mll_plan;
 
 typedef struct {
@@ -91,6 +92,8 @@ typedef struct {
     mll_stream *bound;
     mll_effect *effects;
     uint64_t n_done; /* launches that the driver accepted */
+    void *bound_object;
+    int32_t has_checks; /* Python must ask before each launch */
 } mll_exec;
 
 /* A driver that does nothing but note its arguments: for tests, and to measure our own cost. */
@@ -108,9 +111,12 @@ uintptr_t mll_stub_entry(int graph);
 
 void mll_note_context(uintptr_t ctx);
 uint64_t mll_raw(void);
-/* One argument each: such functions are called from Python without making a tuple. */
 int mll_launch(mll_plan *plan);
 int mll_graph_launch(mll_exec *exec);
+/* Address of a Python type (a new reference) whose instances hold a plan, or an executable, and
+ * have the method launch(stream); and of what an instance holds. See launch_object.c. */
+uintptr_t mll_object_type(int graph);
+uintptr_t mll_object_address(uintptr_t object);
 int mll_launch_many(mll_plan **plans, uint32_t n, mll_stream *stream, uint32_t *done);
 int mll_launch_site(mll_site *site, mll_stream *stream, const char *block);
 

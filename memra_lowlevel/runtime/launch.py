@@ -148,6 +148,8 @@ class PreparedLaunch:
                 storage.users.add(self)
         # The next launch goes the long way, which notes the use of the operands.
         self._bound = None
+        if self._plan is not None:
+            self._plan.bound_object = native.ffi.NULL
 
     def _operand_closed(self, operand: Any) -> None:
         self._dead = self._dead or operand.name
@@ -165,35 +167,31 @@ class PreparedLaunch:
         site.launch_at(stream, self._address, list(self._storages.values()))
         context = stream.context
         if self._plan is not None and stream.recording is None and not context.trace_lines:
-            self._plan.bound, self._bound = stream.cell, stream
+            self._bound, self._plan.bound = stream, stream.cell
+            self._plan.bound_object = native.ffi.cast("void *", id(stream))
 
     def __repr__(self) -> str:
         return f"<PreparedLaunch {self.kernel.name} {self.config.grid}x{self.config.block}>"
 
 
-class _CompiledLaunch(PreparedLaunch):
-    """A prepared launch whose common case is one call into compiled code."""
+class _CompiledLaunch(native.Plan, PreparedLaunch):  # type: ignore[misc]
+    """A prepared launch whose method :meth:`launch` is compiled code; see launch_object.c."""
 
     def __init__(self, site: _Site, block: bytes, storages: Sequence[Storage]) -> None:
         super().__init__(site, block, storages)
         gate = self._gate = site.launcher.context.native
         assert gate is not None
-        plan = self._plan = native.ffi.new("mll_plan *")
+        plan = self._plan = native.cell_of(self, "mll_plan")
         plan.device, plan.func = gate.cell, site.cell.func
         plan.grid, plan.block = site.cell.grid, site.cell.block
         plan.shared_bytes, plan.n_params = site.cell.shared_bytes, self._n
         plan.params = native.ffi.cast("void **", self._address)
         plan.id = gate.number(self.kernel.name, self.where)
-        self._launch = native.lib.mll_launch
 
-    def launch(self, stream: Stream) -> None:
-        """Launch on ``stream``, with the parameters as they are now."""
-        if stream is self._bound:
-            code = self._launch(self._plan)
-            if code == 0:
-                return
-            if code > 0:
-                raise driver_error(stream.context, code, "cuLaunchKernel", stream, self.kernel)
+    def _launch_code(self, stream: Stream, code: int) -> None:
+        """Go on where the compiled launch gave up: a driver result, or a reason to look."""
+        if code > 0:
+            raise driver_error(stream.context, code, "cuLaunchKernel", stream, self.kernel)
         self._launch_checked(stream)
 
     def __del__(self) -> None:
