@@ -13,6 +13,7 @@ from .accounting import (
 )
 from .cache import Cache
 from .geometry import KvGeometry
+from .group import CacheOptions, PlaneGroup
 from .index_ring import (
     INDEX_RING_WORKING_ROWS,
     index_plane_physical_row,
@@ -54,6 +55,8 @@ from .ring import (
     swa_retain_from,
     swa_ring_rows,
 )
+from .snapshot import CacheSnapshot
+from .taps import DflashTapSink, HcTapSink
 
 __all__ = [
     "INDEX_RING_WORKING_ROWS",
@@ -61,6 +64,10 @@ __all__ = [
     "PRIME_CHUNK_MAX_TOKENS",
     "SWA_REWIND_SLACK_ROWS",
     "Cache",
+    "CacheOptions",
+    "CacheSnapshot",
+    "DflashTapSink",
+    "HcTapSink",
     "KvCache",
     "KvDev",
     "KvGeometry",
@@ -71,6 +78,7 @@ __all__ = [
     "LayerPlan",
     "Lengths",
     "ModelPlan",
+    "PlaneGroup",
     "Planes",
     "RecurLayer",
     "Recurrent",

@@ -1,38 +1,49 @@
-"""All planes of one sequence, in lock-step."""
+"""All planes of one sequence: by layer, in lock-step, on one device or in stages over several."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import PlaneError
-from . import policy
-from .accounting import layer_formats
-from .geometry import KvGeometry
+from ..errors import PlaneError, RestoreRefused, RewindRefused, SnapshotRefused
+from .group import CacheOptions, PlaneGroup
 from .kv_layer import KvLayer
-from .plan import KvCache, ModelPlan, SlidingKvCache
-from .planes import Lengths, Workspace
-from .ring import PRIME_CHUNK_MAX_TOKENS, SWA_REWIND_SLACK_ROWS, KvRing, swa_ring_rows
+from .plan import ModelPlan
+from .recurrent import RecurLayer
+from .snapshot import CacheSnapshot
 
 if TYPE_CHECKING:
     from ..runtime import Buffer, Device, Stream
     from .kvdev import KvDev
+    from .planes import Lengths
+    from .taps import DflashTapSink, HcTapSink
 
 __all__ = ["Cache"]
-
-_SLICE_SLACK = 512
 
 
 class Cache:
     """The planes of a model for one sequence, all of the same length.
 
+    A cache is a set of ``Planes``: rounds and chains move it as a whole. Work that names a stream
+    runs there; planes on another device use the stream of their stage.
+
     Attributes
     ----------
     kv : list of KvLayer or None
-        By layer; None where a layer has no plane of its own.
+        By layer; None where a layer has no KV plane of its own.
+    recur : list of RecurLayer or None
+        By layer.
+    latent, tp_kv, glm5_tp_recur, glm5_tp_latent_peer : list of None
+        By layer; not built by this class.
     max_ctx : int
-    lengths : Lengths
-        ``len_d`` of every plane in one block, moved by one launch.
+    tainted : bool
+        A step failed half-way; see :meth:`mark_tainted`.
+    last_logits_dev, dflash_taps, hc_taps
+        Kept here for whoever runs the model; None until set.
+    stages : list of PlaneGroup
+        The trunk, by device.
+    mtp : PlaneGroup or None
+        Planes of the MTP blocks; they move by themselves.
     """
 
     def __init__(
@@ -42,43 +53,10 @@ class Cache:
         model: ModelPlan,
         max_ctx: int,
         *,
-        ring: bool | None = None,
-        ring_chunk: int = PRIME_CHUNK_MAX_TOKENS,
-        ring_slack: int = SWA_REWIND_SLACK_ROWS,
         name: str = "cache",
+        **options: Any,
     ):
-        self.device, self.model, self.max_ctx, self.name = device, model, max_ctx, name
-        ring_on = policy.swa_ring_on() if ring is None else ring
-        made: list[tuple[int, KvGeometry, int | None, KvRing | None]] = []
-        for il, layer in enumerate(model.layers):
-            if not model.owns_plane(il):
-                continue
-            if not isinstance(layer.state, (KvCache, SlidingKvCache)):
-                raise PlaneError(f"Cache: layer {il} is {layer.state!r}, which is not built yet")
-            window = layer.state.window if isinstance(layer.state, SlidingKvCache) else None
-            kv_ring = None
-            if window is not None and ring_on:
-                rows = swa_ring_rows(window, max_ctx, chunk=ring_chunk, slack=ring_slack)
-                kv_ring = KvRing(rows, window, slack=ring_slack)
-            k_format, v_format = layer_formats(model, il)
-            geometry = KvGeometry(
-                layer.kv_dim_k // layer.head_dim_k, layer.head_dim_k, layer.head_dim_v,
-                k_format, v_format,
-            )  # fmt: skip
-            geometry.check(device, max_ctx, window, kv_ring)
-            made.append((il, geometry, window, kv_ring))
-        n_bytes = sum(g.plane_bytes(max_ctx, r) + 2 * _SLICE_SLACK for _, g, _, r in made)
-        self._arena = device.arena(
-            n_bytes + 8 * len(made) + 2 * _SLICE_SLACK, name=f"{name} planes"
-        )
-        self.lengths = Lengths(self._arena, stream, max(1, len(made)), max_ctx, name=name)
-        self._workspace = Workspace(device)
-        self.kv: list[KvLayer | None] = [None] * len(model.layers)
-        for index, (il, geometry, window, kv_ring) in enumerate(made):
-            self.kv[il] = KvLayer(
-                geometry, max_ctx, arena=self._arena, lengths=self.lengths, index=index,
-                workspace=self._workspace, window=window, ring=kv_ring, name=f"{name}.{il}",
-            )  # fmt: skip
+        self._build([(device, stream)], model, max_ctx, [0, model.n_layer], name, options)
 
     @classmethod
     def new(cls, dev: KvDev, model: ModelPlan, max_ctx: int, **options: Any) -> Cache:
@@ -91,21 +69,121 @@ class Cache:
         max_ctx : int
             Longest sequence, in rows.
         **options
-            ``ring`` (whether windowed layers get one; default: the door), ``ring_chunk``,
-            ``ring_slack`` (rows) and ``name``.
+            Fields of :class:`CacheOptions`, and ``name``.
+
+        Raises
+        ------
+        PlaneError, FormatUnsupported
+            A plane that cannot be; nothing stays allocated.
         """
         return cls(dev.device, dev.stream, model, max_ctx, **options)
 
+    @classmethod
+    def new_ppn(
+        cls,
+        devs: Sequence[KvDev],
+        model: ModelPlan,
+        max_ctx: int,
+        fence: Sequence[int],
+        *,
+        name: str = "cache",
+        **options: Any,
+    ) -> Cache:
+        """Make the planes in stages over several devices; sizes are those of one device.
+
+        Parameters
+        ----------
+        devs : sequence of KvDev
+        fence : sequence of int
+            ``[0, c1, …, n_layer]``, one more than there are devices: layer il belongs to stage s
+            iff ``fence[s] <= il < fence[s + 1]``. MTP blocks go to the last stage.
+
+        Raises
+        ------
+        PlaneError
+            A fence that is not of that form.
+        """
+        fence = list(fence)
+        if (
+            len(fence) != len(devs) + 1
+            or not devs
+            or fence[0] != 0
+            or fence[-1] != model.n_layer
+            or sorted(fence) != fence
+        ):
+            raise PlaneError(
+                f"Cache.new_ppn: fence {fence} for {len(devs)} devices and {model.n_layer} layers; "
+                "it must rise from 0 to the number of layers and have one entry more than devices"
+            )
+        cache = cls.__new__(cls)
+        cache._build([(d.device, d.stream) for d in devs], model, max_ctx, fence, name, options)
+        return cache
+
+    def _build(
+        self,
+        places: Sequence[tuple[Device, Stream]],
+        model: ModelPlan,
+        max_ctx: int,
+        fence: Sequence[int],
+        name: str,
+        options: dict[str, Any],
+    ) -> None:
+        self.model, self.max_ctx, self.name = model, max_ctx, name
+        chosen = CacheOptions(**options)
+        n_all, self.stages, self.mtp = len(model.layers), [], None
+        try:
+            for s, (device, stream) in enumerate(places):
+                part = f"{name}.stage{s}" if len(places) > 1 else name
+                owned = [il for il in range(fence[s], fence[s + 1]) if model.owns_plane(il)]
+                self.stages.append(
+                    PlaneGroup(device, stream, model, owned, max_ctx, chosen, name=part)
+                )
+            if model.n_mtp:
+                device, stream = places[-1]
+                blocks = range(model.n_layer, n_all)
+                self.mtp = PlaneGroup(
+                    device, stream, model, blocks, max_ctx, chosen, name=f"{name}.mtp"
+                )
+        except BaseException:
+            self.close()
+            raise
+        groups = self._groups()
+        self.kv: list[KvLayer | None] = [
+            next((g.kv[il] for g in groups if il in g.kv), None) for il in range(n_all)
+        ]
+        self.recur: list[RecurLayer | None] = [
+            next((g.recur[il] for g in groups if il in g.recur), None) for il in range(n_all)
+        ]
+        self.latent: list[None] = [None] * n_all
+        self.tp_kv: list[None] = [None] * n_all
+        self.glm5_tp_recur: list[None] = [None] * n_all
+        self.glm5_tp_latent_peer: list[None] = [None] * n_all
+        self.tainted = False
+        self.last_logits_dev: Buffer | None = None
+        self.dflash_taps: DflashTapSink | None = None
+        self.hc_taps: HcTapSink | None = None
+        self._replay = 0
+
     # -- as Planes --------------------------------------------------------------------------------
     @property
+    def device(self) -> Device:
+        """Device of the first stage."""
+        return self.stages[0].device
+
+    @property
+    def lengths(self) -> Lengths:
+        """Counters of the first stage."""
+        return self.stages[0].lengths
+
+    @property
     def len(self) -> int:
-        """Rows of every plane."""
+        """Rows of every KV plane of the trunk."""
         return self.lengths.value
 
     @property
     def pos(self) -> int:
-        """Position of the next token."""
-        return self.lengths.value
+        """Position of the next token: the length, less the rows that are still to be replayed."""
+        return self.len - self._replay
 
     @property
     def capacity(self) -> int:
@@ -114,65 +192,290 @@ class Cache:
 
     @property
     def counters(self) -> Buffer:
-        """i32[n_planes], all lengths on the device."""
-        return self.lengths.buffer
+        """i32 counters of the trunk on its device.
+
+        Raises
+        ------
+        PlaneError
+            The trunk lies on several devices.
+        """
+        if len(self.stages) > 1:
+            raise PlaneError(f"{self.name}: its counters lie on {len(self.stages)} devices")
+        return self.stages[0].counters
 
     def planes(self) -> Iterable[KvLayer]:
-        """Return the planes that exist, in layer order."""
-        return (layer for layer in self.kv if layer is not None)
+        """Return the KV planes of the trunk in layer order."""
+        return (layer for layer in self.kv[: self.model.n_layer] if layer is not None)
+
+    def has_swa_ring(self) -> bool:
+        """Whether any plane is a ring."""
+        return any(layer is not None and layer.ring is not None for layer in self.kv)
 
     def check_headroom(self, n: int) -> None:
         """Refuse unless ``n`` rows fit in every plane as it stands."""
-        for layer in self.planes():
-            layer.check_headroom(n)
+        for group in self.stages:
+            group.check_headroom(n)
 
     def prepare(self, stream: Stream, n: int) -> bool:
-        """Make room for ``n`` rows in every plane; all are planned before any ring moves.
+        """Make room for ``n`` rows; every plane is asked before any ring is rebased.
 
         Returns
         -------
         bool
             Whether a ring was rebased.
         """
-        rings = [layer for layer in self.planes() if layer.ring is not None]
-        for layer in self.planes():
-            if layer.ring is None:
-                layer.check_headroom(n)
-                break  # flat planes are all alike
-        for layer in rings:
-            assert layer.ring is not None
-            layer.ring.append_plan(self.len, layer.ring.retain_from(self.len), n)
-        return any([layer.prepare(stream, n) for layer in rings])
+        for group in self.stages:
+            group.check_room(n)
+        return any([group.prepare(_on(stream, group), n) for group in self.stages])
 
-    def advance(self, stream: Stream, n: int) -> None:
-        """Move every length by ``n`` with one launch; captured, at every launch of the graph."""
-        self.lengths.advance(stream, n)
+    def advance(
+        self, stream: Stream, n: int, *, scanned: bool = False, replay: bool = False
+    ) -> None:
+        """Move every counter by ``n`` rows, with one launch per device.
+
+        Parameters
+        ----------
+        scanned : bool
+            Recurrent layers took the rows by ``scan``.
+        replay : bool
+            The rows are replayed through recurrent layers after a rollback; KV planes have them.
+        """
+        if replay:
+            if n > self._replay:
+                raise PlaneError(f"{self.name}: {n} rows replayed, {self._replay} are missing")
+            for group in self.stages:
+                if group.lengths.slots is not None:
+                    group.lengths.slots.advance(_on(stream, group), 1 if scanned else n)
+                    if scanned:
+                        group.anchor_at(self.pos + n)
+            self._replay -= n
+            return
+        self._ready("advance")
+        for group in self.stages:
+            group.lengths.need(_on(stream, group), n)
+        for group in self.stages:
+            group.advance(_on(stream, group), n, scanned=scanned)
 
     def moved(self, stream: Stream, n: int) -> None:
-        """Book that a kernel which was just issued on ``stream`` moved every length by ``n``."""
-        self.lengths.moved(stream, n)
+        """Book that a kernel which was just issued on ``stream`` moved every counter by ``n``."""
+        for group in self.stages:
+            group.moved(_on(stream, group), n)
 
     def guard(self, stream: Stream) -> None:
         """Under capture: the planes note their own checks when rows are appended to them."""
 
     def set_len(self, stream: Stream, n: int) -> None:
-        """Set every length with one launch; refused before anything moves."""
-        for layer in self.planes():
-            layer.check_len(n)
-        self.lengths.set(stream, n)
+        """Set every length and slot; refused before anything moves. 0 empties the cache."""
+        self._ready("set_len")
+        if n == 0 and stream.recording is None:
+            self.reset(stream)
+            return
+        for group in self.stages:
+            group.check_len(n)
+        for group in self.stages:
+            group.set_len(_on(stream, group), n)
+
+    def reset(self, stream: Stream) -> None:
+        """Empty every plane of the trunk and lift a taint."""
+        for group in self.stages:
+            group.reset(_on(stream, group))
+        self.tainted, self._replay = False, 0
+
+    # -- trust ------------------------------------------------------------------------------------
+    def mark_tainted(self) -> None:
+        """Say that a step failed after some layers had moved; drops what depends on it."""
+        self.tainted = True
+        self.last_logits_dev = self.dflash_taps = None
+
+    def ensure_usable(self, path: str) -> None:
+        """Refuse a tainted cache; ``path`` says who asks.
+
+        Raises
+        ------
+        PlaneError
+        """
+        if self.tainted:
+            raise PlaneError(
+                f"{path}: {self.name} is tainted: a step failed and may have moved some layers "
+                "only. Reset it and prime the sequence again"
+            )
+
+    # -- snapshots --------------------------------------------------------------------------------
+    def snapshot(self, stream: Stream) -> CacheSnapshot:
+        """Make a point to go back to; recurrent states are copied.
+
+        Raises
+        ------
+        SnapshotRefused
+            The cache is tainted, or rows are still to be replayed.
+        """
+        self._check_snapshot()
+        conv: list[Buffer | None] = []
+        ssm: list[Buffer | None] = []
+        for layer in self.recur:
+            for out, state in ((conv, "conv_state"), (ssm, "ssm_state")):
+                if layer is None:
+                    out.append(None)
+                    continue
+                source: Buffer = getattr(layer, state)
+                on = _on(stream, self._group_of(layer))
+                out.append(layer.device.empty(source.shape, source.dtype, on, f"{state} copy"))
+        snap = CacheSnapshot([], [None] * len(self.kv), conv, ssm, 0)
+        self._fill(snap, stream)
+        return snap
+
+    def snapshot_into(self, stream: Stream, snap: CacheSnapshot) -> None:
+        """Refresh a snapshot in place; nothing is allocated.
+
+        Raises
+        ------
+        SnapshotRefused
+            As :meth:`snapshot`, or the snapshot is of another model; it is unchanged.
+        """
+        self._check_snapshot()
+        for layer, conv, ssm in zip(self.recur, snap.conv, snap.ssm, strict=False):
+            for buffer, state in ((conv, "conv_state"), (ssm, "ssm_state")):
+                want = None if layer is None else getattr(layer, state).shape
+                if (None if buffer is None else buffer.shape) != want:
+                    raise SnapshotRefused(
+                        f"{self.name}.snapshot_into: a copy of shape {buffer!r} for a state of "
+                        f"{want}; make a new snapshot"
+                    )
+        if len(snap.conv) != len(self.recur):
+            raise SnapshotRefused(
+                f"{self.name}.snapshot_into: a snapshot of {len(snap.conv)} layers, the cache has "
+                f"{len(self.recur)}"
+            )
+        self._fill(snap, stream)
+
+    def can_rollback(self, snap: CacheSnapshot, accept: int = 0) -> bool:
+        """Whether :meth:`rollback` would go through."""
+        try:
+            self._check_rollback(snap, accept)
+        except PlaneError:
+            return False
+        return True
+
+    def rollback(self, stream: Stream, snap: CacheSnapshot, accept: int = 0) -> int:
+        """Go back to a snapshot, keeping ``accept`` of the rows that came after it.
+
+        Lengths, slots and ``pos`` become those of ``snap.pos + accept`` rows. Where a recurrent
+        layer does not hold that state any more, the snapshot's copies are restored instead,
+        ``pos`` becomes ``snap.pos``, and the caller replays ``accept`` rows through the recurrent
+        layers alone (``advance(..., replay=True)``); KV planes have them.
+
+        Returns
+        -------
+        int
+            Rows to replay.
+
+        Raises
+        ------
+        RestoreRefused
+            A tainted cache, or a snapshot of another sequence or model.
+        RewindRefused
+            A ring has dropped rows that are needed. In all cases nothing has moved.
+        """
+        target = self._check_rollback(snap, accept)
+        by_slot = all(self._reaches(group, snap, accept) for group in self.stages if group.recur)
+        if by_slot:
+            for group in self.stages:
+                if group.recur:
+                    group.lengths.set(_on(stream, group), target, snap.slot + accept)
+                else:
+                    group.lengths.set(_on(stream, group), target)
+            self._replay = 0
+            return 0
+        for group in self.stages:
+            on = _on(stream, group)
+            for il, layer in group.recur.items():
+                conv, ssm = snap.conv[il], snap.ssm[il]
+                assert conv is not None and ssm is not None
+                layer.conv_state.copy_from(on, conv)
+                layer.ssm_state.copy_from(on, ssm)
+            group.lengths.set(on, target)
+            group.anchor_at(snap.pos)
+        self._replay = accept
+        return accept
 
     # -- as a whole -------------------------------------------------------------------------------
     def describe(self) -> dict[str, Any]:
-        """Return a row per plane: rows, bytes, length, base and use of the ring."""
+        """Return a row per layer (rows, bytes, len, base, use of the ring) and the bytes taken."""
+        groups = self._groups()
         return {
             "name": self.name,
             "len": self.len,
+            "pos": self.pos,
             "max_ctx": self.max_ctx,
-            "planes": [layer.describe() for layer in self.planes()],
-            "bytes": sum(layer.k.n_bytes + layer.v.n_bytes for layer in self.planes()),
+            "tainted": self.tainted,
+            "layers": [row for group in groups for row in group.describe()],
+            "items": [group.items.as_dict() for group in groups],
+            "bytes": sum(group.n_bytes for group in groups),
+            "workspace_bytes": sum(group.workspace.n_bytes for group in groups),
         }
 
     def close(self) -> None:
         """Free all planes; idempotent."""
-        self._workspace.close()
-        self._arena.close()
+        for group in self._groups():
+            group.close()
+
+    # -- inside -----------------------------------------------------------------------------------
+    def _groups(self) -> list[PlaneGroup]:
+        return [*self.stages, *([self.mtp] if self.mtp is not None else [])]
+
+    def _group_of(self, layer: RecurLayer) -> PlaneGroup:
+        return next(g for g in self._groups() if layer in g.recur.values())
+
+    def _ready(self, action: str) -> None:
+        if self._replay:
+            raise PlaneError(
+                f"{self.name}.{action}: {self._replay} rows are still to be replayed through the "
+                "recurrent layers; advance(..., replay=True) first"
+            )
+
+    def _check_snapshot(self) -> None:
+        if self.tainted or self._replay:
+            state = "tainted" if self.tainted else f"missing {self._replay} replayed rows"
+            raise SnapshotRefused(f"{self.name}: the cache is {state}, no point to go back to")
+
+    def _fill(self, snap: CacheSnapshot, stream: Stream) -> None:
+        for layer, conv, ssm in zip(self.recur, snap.conv, snap.ssm, strict=True):
+            if layer is not None and conv is not None and ssm is not None:
+                on = _on(stream, self._group_of(layer))
+                conv.copy_from(on, layer.conv_state)
+                ssm.copy_from(on, layer.ssm_state)
+        snap.kv_len = [None if layer is None else layer.len for layer in self.kv]
+        snap.pos = self.pos
+        snap.slot = next((g.slot_counter for g in self.stages if g.recur), 0)
+
+    def _check_rollback(self, snap: CacheSnapshot, accept: int) -> int:
+        if self.tainted:
+            raise RestoreRefused(f"{self.name}.rollback: the cache is tainted; reset it")
+        target = snap.pos + accept
+        mine = [None if layer is None else 0 for layer in self.kv]
+        theirs = [None if n is None else 0 for n in snap.kv_len]
+        if mine != theirs or accept < 0 or target > self.len:
+            raise RestoreRefused(
+                f"{self.name}.rollback: to {snap.pos} + {accept} rows of {len(theirs)} layers, but "
+                f"the cache holds {self.len} rows of {len(mine)} layers"
+            )
+        for layer in self.planes():
+            if layer.ring is not None and not layer.ring.can_rewind_to(target):
+                raise RewindRefused(
+                    f"{layer.name}: the ring begins at {layer.ring.base}, a rollback to {target} "
+                    "needs earlier rows: full re-prime required",
+                    plane=layer.name,
+                    asked=target,
+                    possible=layer.ring.shortest_rewind(),
+                )
+        return target
+
+    def _reaches(self, group: PlaneGroup, snap: CacheSnapshot, accept: int) -> bool:
+        if snap.pos < group.anchor[0] or group.slot_at(snap.pos) != snap.slot:
+            return False
+        return all(layer.holds(snap.slot + accept) for layer in group.recur.values())
+
+
+def _on(stream: Stream, group: PlaneGroup) -> Stream:
+    """Return the stream that work on ``group`` goes to."""
+    return stream if stream.device == group.device else group.stream

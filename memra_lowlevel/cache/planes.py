@@ -8,6 +8,7 @@ import numpy as np
 
 from ..errors import CapacityExceeded, CaptureForbidden
 from ..graph.counters import DeviceCounter
+from ..kernels import counters as counter_kernels
 from ..runtime.storage import note_use
 
 if TYPE_CHECKING:
@@ -68,24 +69,52 @@ class Planes(Protocol):
 
 
 class Lengths:
-    """The lengths of one or more planes in lock-step, and behind them the bases of their rings.
+    """The counters of planes in lock-step: lengths, slots of recurrent states, bases of rings.
+
+    One block of i32 words: ``len_d`` of each plane, ``slot_d`` of each recurrent layer, ``base_d``
+    of each plane. Lengths and slots lie together, so that one launch moves them all.
 
     Attributes
     ----------
     buffer : Buffer
-        i32[n_planes], ``len_d`` of each plane; contiguous, so that one call moves them all.
+        i32: the words that a step of n rows moves by n.
     counter : DeviceCounter
-        The one host mirror of all of them.
+        The one host mirror of all lengths.
+    slots : DeviceCounter or None
+        The one host mirror of all slots.
     capacity : int
         Most rows.
     """
 
-    def __init__(self, arena: Arena, stream: Stream, n_planes: int, capacity: int, *, name: str):
-        self.n_planes, self.capacity, self.name = n_planes, capacity, name
-        self._words: Buffer = arena.take((2 * n_planes,), np.int32, name=f"{name}.lengths")
-        self.buffer: Buffer = self._words.view(0, (n_planes,), np.int32)
+    def __init__(
+        self,
+        arena: Arena,
+        stream: Stream,
+        n_planes: int,
+        capacity: int,
+        *,
+        n_slots: int = 0,
+        name: str,
+    ):
+        self.n_planes, self.n_slots = max(1, n_planes), n_slots
+        self.capacity, self.name = capacity, name
+        self._words: Buffer = arena.take(
+            (self.n_words(n_planes, n_slots),), np.int32, name=f"{name}.lengths"
+        )
         self._words.fill(stream, 0)
-        self.counter = DeviceCounter(self.buffer, name=f"{name}.len", capacity=capacity)
+        lens = self._words.view(0, (self.n_planes,), np.int32)
+        self.buffer: Buffer = self._words.view(0, (self.n_planes + n_slots,), np.int32)
+        self.counter = DeviceCounter(lens, name=f"{name}.len", capacity=capacity)
+        self.slots: DeviceCounter | None = None
+        if n_slots:
+            words = self._words.view(4 * self.n_planes, (n_slots,), np.int32)
+            self.slots = DeviceCounter(words, name=f"{name}.slot")
+            counter_kernels.prepare(arena.device)
+
+    @staticmethod
+    def n_words(n_planes: int, n_slots: int) -> int:
+        """Words of a block."""
+        return 2 * max(1, n_planes) + n_slots
 
     @property
     def value(self) -> int:
@@ -96,27 +125,46 @@ class Lengths:
         """Return ``len_d`` i32[1] of plane ``index``."""
         return self._words.view(4 * index, (1,), np.int32)
 
+    def slot(self, index: int) -> Buffer:
+        """Return ``slot_d`` i32[1] of recurrent layer ``index``."""
+        return self._words.view(4 * (self.n_planes + index), (1,), np.int32)
+
     def base(self, index: int) -> Buffer:
         """Return ``base_d`` i32[1] of plane ``index``."""
-        return self._words.view(4 * (self.n_planes + index), (1,), np.int32)
+        return self._words.view(4 * (self.n_planes + self.n_slots + index), (1,), np.int32)
 
     def need(self, stream: Stream, n: int) -> None:
         """Refuse unless ``n`` rows fit behind the length; under capture, before each launch."""
         self.counter.note_need(stream, n)
 
-    def advance(self, stream: Stream, n: int) -> None:
-        """Add ``n`` to every length, on the device and here; captured, at every launch."""
+    def advance(self, stream: Stream, n: int, steps: int | None = None) -> None:
+        """Add ``n`` to every length and ``steps`` (default n) to every slot, here and there.
+
+        One launch, or two where the amounts differ; captured, at every launch of the graph.
+        """
         if n < 0:
             raise CapacityExceeded(f"{self.name}: cannot advance by {n}; set the length instead")
-        self.counter.advance(stream, n)
+        if self.slots is None:
+            self.counter.advance(stream, n)
+        elif steps is None or steps == n:
+            self.counter.note_need(stream, n)
+            counter_kernels.add_counters(stream, self.buffer, n)
+            self.moved(stream, n)
+        else:
+            self.counter.advance(stream, n)
+            self.slots.advance(stream, steps)
 
     def moved(self, stream: Stream, n: int) -> None:
-        """Book that a kernel which was just issued on ``stream`` added ``n`` to every length."""
+        """Book that a kernel which was just issued on ``stream`` added ``n`` to ``buffer``."""
         self.counter.advance_recorded(stream, n)
+        if self.slots is not None:
+            self.slots.advance_recorded(stream, n)
 
-    def set(self, stream: Stream, n: int) -> None:
-        """Set every length in place, on the device and here; captured, at every launch."""
+    def set(self, stream: Stream, n: int, slot: int | None = None) -> None:
+        """Set every length (and every slot) in place, here and there; captured, at every launch."""
         self.counter.set(stream, n)
+        if slot is not None and self.slots is not None:
+            self.slots.set(stream, slot)
 
     def set_base(self, stream: Stream, index: int, base: int) -> None:
         """Write ``base_d`` of a plane in place."""
