@@ -75,6 +75,53 @@ def model(device: Device) -> None:
         raise SystemExit("small_run: the demo failed")
 
 
+def layer_cache(device: Device, stream: Stream) -> None:
+    """Mirror layers of the layer cache: rows of two modes, a ring, an override, a phase core."""
+    from memra_lowlevel.kernels import layer_kv as launches
+    from memra_lowlevel.layer_kv import BoundedRope, BoundedWeights, KvMode, LayerKvCache
+    from memra_lowlevel.layer_kv.mirror import FarMirror, RingMirror, RowMirror
+
+    def host(*shape: int) -> np.ndarray:
+        return np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
+
+    def send(*shape: int):
+        return device.from_numpy(host(*shape), stream)
+
+    for mode in (KvMode.F32, KvMode.Q8()):
+        layer = LayerKvCache(2, 40, mode=mode)
+        for _ in range(70):
+            layer.append(host(80), host(80))
+        mirror = RowMirror(device, layer, 96, stream)
+        mirror.sync(stream)
+        mirror.append(stream, send(2, 40), send(2, 40))
+        mirror.attend(
+            stream, send(4, 40), send(4, 40), send(4, 96), n_heads=4, sinks=send(4), imp=send(96)
+        )
+    layer = LayerKvCache(2, 40, mode=KvMode.F32)
+    layer.install_bounded(8)
+    weights = BoundedWeights(host(2, 2, 40), host(2, 2, 40), 8)
+    ring = RingMirror(device, layer, weights, BoundedRope.standard(8, 40), stream)
+    for _ in range(10):
+        ring.step(
+            stream, send(4, 40), send(2, 40), send(2, 40), send(4, 40), scale=0.2, num_heads=4
+        )
+    layer = LayerKvCache(2, 40, mode=KvMode.F32)
+    layer.o1_begin(4, 8, 2)
+    for _ in range(40):
+        layer.append(host(80), host(80))
+        layer.o1_push_q(host(160))
+    layer.o1_seal(4)
+    far = FarMirror(device, layer, stream)
+    for _ in range(10):
+        far.step(stream, send(4, 40), send(2, 40), send(2, 40), send(4, 40))
+    wide = [device.from_numpy(np.full((2, 6), 0.5), stream) for _ in range(3)]
+    for delta in (False, True):
+        launches.phase_step(
+            stream, *wide, send(2, 9), send(2), send(2, 6, 9), send(2, 9), delta=delta
+        )
+    stream.sync()
+
+
 def ceilings(device: Device, stream: Stream) -> None:
     """Run the kernels of the benchmark."""
     source = device.zeros((4096,), np.uint32, stream)
@@ -93,6 +140,7 @@ def main() -> int:
     with Device(arguments.device) as device, device.stream(name="small") as stream:
         planes(device, stream)
         model(device)
+        layer_cache(device, stream)
         ceilings(device, stream)
         loaded = {
             (key[1], key[2].split("<")[0]) for key in device.memo if key[0] == registry.__name__

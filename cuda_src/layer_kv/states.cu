@@ -89,7 +89,6 @@ KERNEL void __launch_bounds__(RING_THREADS)
             }
             out[head * hd + d] = z == z ? acc : NAN_F32;
         }
-        __syncthreads();
     }
 }
 
