@@ -17,7 +17,6 @@ __all__ = [
     "attend",
     "attend_listed",
     "expand_heads",
-    "index_plane",
     "latent_rows",
     "mla",
     "mla_expanded",
@@ -178,14 +177,6 @@ def mla_expanded(
     return out
 
 
-def index_plane(rows: F32, slot: int, physical_rows: int, plane: F32) -> F32:
-    """Return ``plane`` with ``rows`` written from absolute row ``slot`` on, modulo its rows."""
-    result = plane.copy()
-    for r, row in enumerate(rows):
-        result[(slot + r) % physical_rows] = row
-    return result
-
-
 def pool_keys(index_rows: NDArray[Any], ape: NDArray[Any], pool: int) -> F64:
     """Return the keys of all complete pools, ``[n // pool, d]``.
 
@@ -218,7 +209,8 @@ def _fma(a: F32, b: F32, c: F32) -> F32:
     inexact = np.isfinite(s) & (rest != 0) & (bits & 1 == 0)
     away = (rest > 0) == (s > 0)
     odd = np.where(inexact, np.where(away, bits + 1, bits - 1), bits)
-    return odd.view(np.float64).astype(np.float32)
+    rounded: F32 = odd.view(np.float64).astype(np.float32)
+    return rounded
 
 
 def scores(q: F32, hw: F32, keys: F32, first_pos: int, pool: int, *, masked: bool = True) -> F32:
@@ -255,7 +247,8 @@ def scores(q: F32, hw: F32, keys: F32, first_pos: int, pool: int, *, masked: boo
     if masked:
         visible = (first_pos + np.arange(n) + 1) // pool
         total = np.where(np.arange(len(keys))[None] < visible[:, None], total, -np.inf)
-    return total.astype(np.float32)
+    result: F32 = total.astype(np.float32)
+    return result
 
 
 def select_width(top_k: int, pool: int, n_pools: int) -> int:
@@ -274,7 +267,8 @@ def select(
     """
     n_seen = min(visible // pool, len(score))
     wanted = min(top_k // pool, len(score))
-    seen = score[:n_seen] + np.float32(0)  # -0 + 0 = +0
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        seen = score[:n_seen] + np.float32(0)  # -0 + 0 = +0
     finite = np.flatnonzero(np.isfinite(seen))
     order = finite[np.argsort(-seen[finite].astype(np.float64), kind="stable")]
     chosen = np.sort(order[:wanted])

@@ -56,7 +56,7 @@ def test_absorbed_equals_expanded():
 
 
 def test_the_scale_is_that_of_the_original_head():
-    q_nope, q_pe, wk, wv, rows = golden_mla()
+    q_nope, q_pe, wk, _, rows = golden_mla()
     wrong = oracle.attend(oracle.absorb(q_nope, q_pe, wk), rows, 2, 4, 6**-0.5)
     right = oracle.attend(oracle.absorb(q_nope, q_pe, wk), rows, 2, 4, 5**-0.5)
     assert np.abs(wrong - right).max() > 1e-3
