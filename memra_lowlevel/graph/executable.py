@@ -283,7 +283,7 @@ class GraphExec(Owned):
         """Let the next launch go the long way, which notes the use of the operands."""
         self._bound = None
         if self._cell is not None:
-            self._cell.bound_object = native.ffi.NULL
+            self._cell.bound = self._cell.bound_object = native.ffi.NULL
 
     def _load_effects(self) -> None:
         """Tell the compiled path of changed effects and checks."""

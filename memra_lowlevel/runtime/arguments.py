@@ -101,6 +101,14 @@ class Encoder:
                 convert(arg, context, [])  # raises by name
             raise
 
+    def operands(self, args: Sequence[Any], context: Context) -> dict[int, Storage]:
+        """Give the storage that each pointer argument names, by position; None names none."""
+        found = {}
+        for i, (p, arg) in enumerate(zip(self.params, args, strict=True)):
+            if p.pointer and arg is not None:
+                found[i] = self.pack_one(i, arg, context)[1][0]
+        return found
+
     def pack_into(self, block: Any, index: int, arg: Any, context: Context) -> list[Storage]:
         """Check one argument, write it into ``block``, and give the storage it names, if any."""
         storages: list[Storage] = []

@@ -81,10 +81,11 @@ def prepare(
     """
     context = device.context
     launcher = Launcher.of(context, kernel)
-    block, storages = launcher.encoder.pack(args, context)
+    block, _ = launcher.encoder.pack(args, context)
+    operands = launcher.encoder.operands(args, context)
     site = launcher.site(config)
     compiled = site.cell is not None and native.available()
-    return (_CompiledLaunch if compiled else PreparedLaunch)(site, block, storages)
+    return (_CompiledLaunch if compiled else PreparedLaunch)(site, block, operands)
 
 
 class PreparedLaunch:
@@ -100,7 +101,7 @@ class PreparedLaunch:
         ``file:line`` of the preparation; what the trace shows for its launches.
     """
 
-    def __init__(self, site: _Site, block: bytes, storages: Sequence[Storage]) -> None:
+    def __init__(self, site: _Site, block: bytes, operands: dict[int, Storage]) -> None:
         self._site, self.config = site, site.config
         self.kernel = site.launcher.kernel
         self.where = caller()
@@ -111,13 +112,14 @@ class PreparedLaunch:
         self._n = len(encoder.offsets)
         self._params = (ctypes.c_void_p * max(1, self._n))(*(base + o for o in encoder.offsets))
         self._address = ctypes.addressof(self._params)
-        self._storages: dict[int, Storage] = {}
+        self._operands = operands
         self._plan: Any = None
         self._bound: Stream | None = None
         users = getattr(self.kernel.module, "users", None)
         if users is not None:
             users.add(self)
-        self._adopt(storages)
+        for storage in operands.values():
+            storage.users.add(self)
 
     def launch(self, stream: Stream) -> None:
         """Launch on ``stream``, with the parameters as they are now."""
@@ -132,8 +134,8 @@ class PreparedLaunch:
         encoder = launcher.encoder
         index = encoder.index(which)
         storages = encoder.pack_into(self._block, index, value, launcher.context)
-        if storages:
-            self._adopt(storages)
+        if encoder.params[index].pointer:
+            self._replace(index, storages)
 
     def get(self, which: int | str) -> Any:
         """Value of one parameter as it will be launched: a number, or the address of a buffer."""
@@ -141,15 +143,17 @@ class PreparedLaunch:
         index = encoder.index(which)
         return encoder.decode(index, encoder.split(self._block.raw)[index])
 
-    def _adopt(self, storages: Sequence[Storage]) -> None:
+    def _replace(self, index: int, storages: Sequence[Storage]) -> None:
+        """Exchange the operand of one pointer; the next launch notes the use of the new one."""
+        old = self._operands.pop(index, None)
         for storage in storages:
-            if storage.serial not in self._storages:
-                self._storages[storage.serial] = storage
-                storage.users.add(self)
-        # The next launch goes the long way, which notes the use of the operands.
+            self._operands[index] = storage
+            storage.users.add(self)
+        if old is not None and old not in self._operands.values():
+            old.users.discard(self)
         self._bound = None
         if self._plan is not None:
-            self._plan.bound_object = native.ffi.NULL
+            self._plan.bound = self._plan.bound_object = native.ffi.NULL
 
     def _operand_closed(self, operand: Any) -> None:
         self._dead = self._dead or operand.name
@@ -164,7 +168,7 @@ class PreparedLaunch:
                 f"{self._dead!r}, which it uses, was closed (launched from {caller()}). "
                 "Prepare it again."
             )
-        site.launch_at(stream, self._address, list(self._storages.values()))
+        site.launch_at(stream, self._address, list(self._operands.values()))
         context = stream.context
         if self._plan is not None and stream.recording is None and not context.trace_lines:
             self._bound, self._plan.bound = stream, stream.cell
@@ -177,8 +181,8 @@ class PreparedLaunch:
 class _CompiledLaunch(native.Plan, PreparedLaunch):  # type: ignore[misc]
     """A prepared launch whose method :meth:`launch` is compiled code; see launch_object.c."""
 
-    def __init__(self, site: _Site, block: bytes, storages: Sequence[Storage]) -> None:
-        super().__init__(site, block, storages)
+    def __init__(self, site: _Site, block: bytes, operands: dict[int, Storage]) -> None:
+        super().__init__(site, block, operands)
         gate = self._gate = site.launcher.context.native
         assert gate is not None
         plan = self._plan = native.cell_of(self, "mll_plan")

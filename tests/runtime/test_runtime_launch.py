@@ -289,6 +289,31 @@ def test_prepared_launches_repeat_and_change(device: Device, stream: Stream, ker
     other.close()
 
 
+def test_exchanged_operands_are_forgotten_and_new_ones_noted(
+    device: Device, stream: Stream, kernels: Any
+) -> None:
+    first = device.zeros(1, np.int32, stream, name="first")
+    p = prepare(device, ONE, kernels.put, first, 5)
+    p.launch(stream)
+    p.launch(stream)
+    maker = device.stream(name="maker")
+    for through in (p.launch, lambda s: launch_many(s, [p])):
+        second = device.zeros(1, np.int32, maker, name="second")
+        stream.wait(maker)
+        p.set("out", second)
+        through(stream)
+        # Closing must wait for this stream, so it must have been noted.
+        assert stream in second.storage.streams
+        assert second.to_numpy(stream)[0] == 5
+        first.close()
+        first = second
+        p.launch(stream)
+    first.close()
+    with pytest.raises(errors.ClosedError, match="second"):
+        p.launch(stream)
+    maker.close()
+
+
 def test_parameters_are_taken_at_the_launch(device: Device, stream: Stream, kernels: Any) -> None:
     """Changing a prepared launch must not reach launches that have not run yet."""
     out = device.from_numpy(np.array([0], np.int32), stream)
