@@ -49,6 +49,24 @@ def numpy_attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> n
     return (e / e.sum(axis=1, keepdims=True)) @ v
 
 
+def torch_attend(k: np.ndarray, v: np.ndarray) -> Callable[[np.ndarray], object] | None:
+    """Return PyTorch's own attention on one thread, where PyTorch is installed."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    torch.set_num_threads(1)
+    keys, values = torch.from_numpy(k.copy())[None], torch.from_numpy(v.copy())[None]
+
+    def run(q: np.ndarray) -> object:
+        with torch.no_grad():
+            return torch.nn.functional.scaled_dot_product_attention(
+                torch.from_numpy(q)[None], keys, values
+            )
+
+    return run
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=32768)
@@ -67,6 +85,7 @@ def main() -> None:
     layers = {m: filled(m, rows, hd, rng) for m in (KvMode.F32, KvMode.Q8())}
     k, v = layers[KvMode.F32].head_keys(0), layers[KvMode.F32].head_values(0)
     n_bytes = k.nbytes + v.nbytes
+    other = torch_attend(k, v)
     probe = np.ascontiguousarray(np.concatenate([k, v]))
     lib, ffi = compiled.lib, compiled.ffi
     if lib is not None:
@@ -100,6 +119,10 @@ def main() -> None:
                 f"{name:24}{span * 1e3:9.3f}{spread:9.1%}{rate / 1e9:8.1f}{rate / bandwidth:9.1%}"
                 f"{base / span:12.2f}"
             )
+        if other is not None:
+            span, spread = timed(lambda q=q: other(q), rounds)
+            out[f"torch x{heads}"] = {"ms": span * 1e3, "spread": spread}
+            print(f"{f'torch f32 x{heads}':24}{span * 1e3:9.3f}{spread:9.1%}")
         out[f"numpy x{heads}"] = {"ms": base * 1e3, "spread": base_spread}
         print(f"{f'numpy f32 x{heads}':24}{base * 1e3:9.3f}{base_spread:9.1%}")
     if args.json:

@@ -17,6 +17,7 @@ from .evict import KvCache, Mass, Recent
 from .layer import LayerKvCache
 from .modes import KvMode, O1Rect, WireKind
 from .nystrom import NystromState, O1DeviceView, O1HeadView, O1Snapshot, O1State
+from .o1_plan import O1Plan
 from .recurrent import PhaseCore, decay_from_log, validate_delta_layers
 from .wire import hash64, identity_of
 
@@ -32,6 +33,7 @@ __all__ = [
     "NystromState",
     "O1DeviceView",
     "O1HeadView",
+    "O1Plan",
     "O1Rect",
     "O1Snapshot",
     "O1State",
