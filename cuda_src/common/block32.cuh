@@ -93,46 +93,77 @@ __device__ __forceinline__ uint32_t fifth_bits(uint32_t bits) {
     return ((bits & 15u) * 0x00204081u & 0x01010101u) << 4;
 }
 
-// The 8 elements of quarter g of a block, low run first.
+// The bytes that quarter g of a block depends on. Reading is cut in two, so that a kernel can ask for
+// many quarters, do other work, and unpack them when the memory has answered.
 template <int F>
-__device__ __forceinline__ void read_quarter(const uint8_t* block, int g, float* x) {
+struct Packed {
+    static constexpr int WORDS = F == F32                ? 8
+                                 : F == F16 || F == BF16 ? 4
+                                 : F == Q8_0 || F == Q5_1 ? 3
+                                                         : 2;
+    uint32_t words[WORDS];
+};
+
+template <int F>
+__device__ __forceinline__ Packed<F> load_quarter(const uint8_t* block, int g) {
+    Packed<F> p;
     if constexpr (F == F32) {
-        const float4* from = reinterpret_cast<const float4*>(block) + 2 * g;
-        const float4 a = from[0], b = from[1];
-        x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w;
-        x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+        const uint4* from = reinterpret_cast<const uint4*>(block) + 2 * g;
+        const uint4 a = from[0], b = from[1];
+        p.words[0] = a.x, p.words[1] = a.y, p.words[2] = a.z, p.words[3] = a.w;
+        p.words[4] = b.x, p.words[5] = b.y, p.words[6] = b.z, p.words[7] = b.w;
     } else if constexpr (F == F16 || F == BF16) {
         const uint4 v = *(reinterpret_cast<const uint4*>(block) + g);
-        const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+        p.words[0] = v.x, p.words[1] = v.y, p.words[2] = v.z, p.words[3] = v.w;
+    } else if constexpr (F == E4M3) {
+        const uint2 v = *(reinterpret_cast<const uint2*>(block) + g);
+        p.words[0] = v.x, p.words[1] = v.y;
+    } else if constexpr (F == Q8_0) {
+        const uint8_t* qs = block + 2 + 8 * g;
+        p.words[0] = load_two_u16(qs), p.words[1] = load_two_u16(qs + 4);
+        p.words[2] = load_u16(block);
+    } else if constexpr (F == Q5_1) {
+        const uint2 head = *reinterpret_cast<const uint2*>(block);
+        p.words[0] = head.x, p.words[1] = head.y;
+        p.words[2] = *(reinterpret_cast<const uint32_t*>(block + 8) + g);
+    } else {
+        p.words[0] = load_two_u16(block + 2 + 4 * g);
+        p.words[1] = load_u16(block);
+    }
+    return p;
+}
+
+// The 8 elements, low run first.
+template <int F>
+__device__ __forceinline__ void unpack_quarter(const Packed<F>& p, int g, float* x) {
+    if constexpr (F == F32) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) x[i] = __uint_as_float(p.words[i]);
+    } else if constexpr (F == F16 || F == BF16) {
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            const uint16_t bits = uint16_t(words[i / 2] >> 16 * (i % 2));
+            const uint16_t bits = uint16_t(p.words[i / 2] >> 16 * (i % 2));
             x[i] = F == F16 ? f16_to_f32(bits) : bf16_to_f32(bits);
         }
     } else if constexpr (F == E4M3) {
-        const uint2 v = *(reinterpret_cast<const uint2*>(block) + g);
-        const uint32_t words[2] = {v.x, v.y};
 #pragma unroll
-        for (int i = 0; i < 8; i++) x[i] = e4m3_to_f32(uint8_t(words[i / 4] >> 8 * (i % 4)));
+        for (int i = 0; i < 8; i++) x[i] = e4m3_to_f32(uint8_t(p.words[i / 4] >> 8 * (i % 4)));
     } else if constexpr (F == Q8_0) {
-        const float d = f16_to_f32(uint16_t(load_u16(block)));
-        const uint8_t* qs = block + 2 + 8 * g;
-        bytes_to_f32(load_two_u16(qs) ^ 0x80808080u, load_two_u16(qs + 4) ^ 0x80808080u, 128.0f, x);
+        const float d = f16_to_f32(uint16_t(p.words[2]));
+        bytes_to_f32(p.words[0] ^ 0x80808080u, p.words[1] ^ 0x80808080u, 128.0f, x);
 #pragma unroll
         for (int i = 0; i < 8; i++) x[i] = d * x[i];
     } else if constexpr (F == Q5_1) {
-        const uint2 head = *reinterpret_cast<const uint2*>(block);
-        const uint32_t nibbles = *(reinterpret_cast<const uint32_t*>(block + 8) + g);
-        const float d = f16_to_f32(uint16_t(head.x));
-        const float m = f16_to_f32(uint16_t(head.x >> 16));
-        bytes_to_f32((nibbles & 0x0F0F0F0Fu) | fifth_bits(head.y >> 4 * g),
-                     (nibbles >> 4 & 0x0F0F0F0Fu) | fifth_bits(head.y >> (4 * g + 16)), 0.0f, x);
+        const float d = f16_to_f32(uint16_t(p.words[0]));
+        const float m = f16_to_f32(uint16_t(p.words[0] >> 16));
+        const uint32_t nibbles = p.words[2];
+        bytes_to_f32((nibbles & 0x0F0F0F0Fu) | fifth_bits(p.words[1] >> 4 * g),
+                     (nibbles >> 4 & 0x0F0F0F0Fu) | fifth_bits(p.words[1] >> (4 * g + 16)), 0.0f, x);
 #pragma unroll
         for (int i = 0; i < 8; i++) x[i] = __fadd_rn(__fmul_rn(d, x[i]), m);
     } else {
-        const float d = f16_to_f32(uint16_t(load_u16(block)));
-        const uint32_t nibbles = load_two_u16(block + 2 + 4 * g);
-        bytes_to_f32(nibbles & 0x0F0F0F0Fu, nibbles >> 4 & 0x0F0F0F0Fu, 8.0f, x);
+        const float d = f16_to_f32(uint16_t(p.words[1]));
+        bytes_to_f32(p.words[0] & 0x0F0F0F0Fu, p.words[0] >> 4 & 0x0F0F0F0Fu, 8.0f, x);
 #pragma unroll
         for (int i = 0; i < 8; i++) x[i] = d * x[i];
     }
@@ -222,53 +253,49 @@ __device__ __forceinline__ void store_two_u16(uint8_t* p, uint32_t word) {
     store_u16(p + 2, word >> 16);
 }
 
-// Writes quarter g of the block of x[32] (16-byte aligned); block null: writes nothing.
-// Returns whether something of it is, or reads back as, no finite number.
+// Encodes quarter g of the block of x[32] (16-byte aligned). Returns whether something of it is, or
+// reads back as, no finite number. In Q5_1, words[1] is byte g of qh alone.
 template <int F>
-__device__ __forceinline__ bool write_quarter(const float* x, uint8_t* block, int g) {
+__device__ __forceinline__ bool pack_quarter(const float* x, int g, Packed<F>* p) {
     const float4* all = reinterpret_cast<const float4*>(x);
     const float4 a = all[quarter_low<F>(g) / 4], b = all[quarter_high<F>(g) / 4];
     const float own[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
     bool bad = false;
     if constexpr (F == F32) {
 #pragma unroll
-        for (int i = 0; i < 8; i++) bad |= !is_finite(own[i]);
-        if (block == nullptr) return bad;
-        reinterpret_cast<float4*>(block)[2 * g] = a;
-        reinterpret_cast<float4*>(block)[2 * g + 1] = b;
+        for (int i = 0; i < 8; i++) {
+            bad |= !is_finite(own[i]);
+            p->words[i] = __float_as_uint(own[i]);
+        }
+        return bad;
     } else if constexpr (F == F16 || F == BF16) {
         constexpr uint32_t infinity = F == F16 ? 0x7C00u : 0x7F80u;
-        uint32_t words[4] = {0, 0, 0, 0};
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             const uint32_t bits = F == F16 ? f32_to_f16(own[i]) : f32_to_bf16(own[i]);
             bad |= (bits & infinity) == infinity;
-            words[i / 2] |= bits << 16 * (i % 2);
+            p->words[i / 2] = i % 2 == 0 ? bits : p->words[i / 2] | bits << 16;
         }
-        if (block == nullptr) return bad;
-        reinterpret_cast<uint4*>(block)[g] = make_uint4(words[0], words[1], words[2], words[3]);
+        return bad;
     } else if constexpr (F == E4M3) {
-        uint32_t words[2] = {0, 0};
+        p->words[0] = p->words[1] = 0;
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             bad |= !is_finite(own[i]);
-            words[i / 4] |= uint32_t(f32_to_e4m3(own[i])) << 8 * (i % 4);
+            p->words[i / 4] |= uint32_t(f32_to_e4m3(own[i])) << 8 * (i % 4);
         }
-        if (block == nullptr) return bad;
-        reinterpret_cast<uint2*>(block)[g] = make_uint2(words[0], words[1]);
+        return bad;
     } else {
         const BlockScale s = block_scale<F>(all);
         const uint32_t d = s.poison ? 0x7E00u : f32_to_f16(s.d);
         const uint32_t m = s.poison ? 0x7E00u : f32_to_f16(s.m);
-        bad = (d & 0x7C00u) == 0x7C00u || (m & 0x7C00u) == 0x7C00u;
-        if (block == nullptr) return bad;
         if constexpr (F == Q8_0) {
             uint32_t words[2] = {0, 0};
 #pragma unroll
             for (int i = 0; i < 8; i++) words[i / 4] |= code_q8_0(own[i], s.id) << 8 * (i % 4);
-            if (g == 0) store_u16(block, d);
-            store_two_u16(block + 2 + 8 * g, s.poison ? 0u : words[0]);
-            store_two_u16(block + 6 + 8 * g, s.poison ? 0u : words[1]);
+            p->words[0] = s.poison ? 0u : words[0];
+            p->words[1] = s.poison ? 0u : words[1];
+            p->words[2] = d;
         } else {
             uint32_t nibbles = 0;
 #pragma unroll
@@ -285,14 +312,40 @@ __device__ __forceinline__ bool write_quarter(const float* x, uint8_t* block, in
                 uint32_t high = 0;
 #pragma unroll
                 for (int i = 0; i < 8; i++) high |= code_q5_1(column[i], s.m, s.id) >> 4 << i;
-                if (g == 0) *reinterpret_cast<uint32_t*>(block) = d | m << 16;
-                block[4 + g] = s.poison ? uint8_t(0) : uint8_t(high);
-                *reinterpret_cast<uint32_t*>(block + 8 + 4 * g) = nibbles;
+                p->words[0] = d | m << 16;
+                p->words[1] = s.poison ? 0u : high;
+                p->words[2] = nibbles;
             } else {
-                if (g == 0) store_u16(block, d);
-                store_two_u16(block + 2 + 4 * g, nibbles);
+                p->words[0] = nibbles;
+                p->words[1] = d;
             }
         }
+        return (d & 0x7C00u) == 0x7C00u || (m & 0x7C00u) == 0x7C00u;
     }
-    return bad;
+}
+
+// Stores what pack_quarter made; quarter 0 writes the scale too.
+template <int F>
+__device__ __forceinline__ void store_quarter(const Packed<F>& p, uint8_t* block, int g) {
+    if constexpr (F == F32) {
+        uint4* to = reinterpret_cast<uint4*>(block) + 2 * g;
+        to[0] = make_uint4(p.words[0], p.words[1], p.words[2], p.words[3]);
+        to[1] = make_uint4(p.words[4], p.words[5], p.words[6], p.words[7]);
+    } else if constexpr (F == F16 || F == BF16) {
+        reinterpret_cast<uint4*>(block)[g] =
+            make_uint4(p.words[0], p.words[1], p.words[2], p.words[3]);
+    } else if constexpr (F == E4M3) {
+        reinterpret_cast<uint2*>(block)[g] = make_uint2(p.words[0], p.words[1]);
+    } else if constexpr (F == Q8_0) {
+        if (g == 0) store_u16(block, p.words[2]);
+        store_two_u16(block + 2 + 8 * g, p.words[0]);
+        store_two_u16(block + 6 + 8 * g, p.words[1]);
+    } else if constexpr (F == Q5_1) {
+        if (g == 0) *reinterpret_cast<uint32_t*>(block) = p.words[0];
+        block[4 + g] = uint8_t(p.words[1]);
+        *reinterpret_cast<uint32_t*>(block + 8 + 4 * g) = p.words[2];
+    } else {
+        if (g == 0) store_u16(block, p.words[1]);
+        store_two_u16(block + 2 + 4 * g, p.words[0]);
+    }
 }

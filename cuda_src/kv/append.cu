@@ -14,6 +14,20 @@ constexpr int APPEND_THREADS = 128;
 //                 blocks that do not read back finite (blocks = those of the wider side), so the
 //                 first of them stays; [1] = max of row + 1 over rows that found no room.
 // The counter is not moved. Rows outside [0, capacity) are dropped.
+template <int F>
+__device__ __forceinline__ bool append_quarter(const float* x, uint8_t* plane, int64_t physical,
+                                               bool has_room, int n_blocks, int block,
+                                               int quarter) {
+    // All loads of x are under way before the slot is needed, which waits for the counter.
+    Packed<F> packed;
+    const bool bad = pack_quarter<F>(x, quarter, &packed);
+    if (has_room && plane != nullptr) {
+        uint8_t* to = plane + (size_t(physical) * n_blocks + block) * block_bytes<F>();
+        store_quarter<F>(packed, to, quarter);
+    }
+    return bad;
+}
+
 template <int KF, int VF>
 __global__ void __launch_bounds__(APPEND_THREADS)
     append_kv(const float* __restrict__ k, const float* __restrict__ v, uint8_t* NULLABLE k_plane,
@@ -25,29 +39,25 @@ __global__ void __launch_bounds__(APPEND_THREADS)
     const int quarter = unit % BLOCK_QUARTERS;
     const int row = blockIdx.y;
     const int side = blockIdx.z;
-    const int n_blocks = (side == 0 ? kv_dim_k : kv_dim_v) / BLOCK_ELEMENTS;
+    const int width = side == 0 ? kv_dim_k : kv_dim_v;
+    const int n_blocks = width / BLOCK_ELEMENTS;
     if (block < n_blocks) {
-        const bool writes = table != nullptr || k_plane != nullptr;
         uint8_t* plane = nullptr;
         int64_t physical = 0;
-        if (writes) {
+        if (table != nullptr || k_plane != nullptr) {
             const RowView view = row_view(k_plane, v_plane, len_d, base_d, table, row);
             plane = const_cast<uint8_t*>(side == 0 ? view.k : view.v);
             physical = view.slot - view.base;
         }
-        if (physical < 0 || physical >= capacity) {
-            if (fault != nullptr) atomicMax(fault + 1, row + 1);
-        } else {
-            const size_t index = size_t(physical) * n_blocks + block;
-            bool bad;
-            if (side == 0) {
-                uint8_t* to = writes ? plane + index * block_bytes<KF>() : nullptr;
-                bad = write_quarter<KF>(k + size_t(row) * kv_dim_k + block * 32, to, quarter);
-            } else {
-                uint8_t* to = writes ? plane + index * block_bytes<VF>() : nullptr;
-                bad = write_quarter<VF>(v + size_t(row) * kv_dim_v + block * 32, to, quarter);
-            }
-            if (bad && fault != nullptr) {
+        const bool has_room = physical >= 0 && physical < capacity;
+        const float* x = (side == 0 ? k : v) + size_t(row) * width + block * BLOCK_ELEMENTS;
+        const bool bad =
+            side == 0 ? append_quarter<KF>(x, plane, physical, has_room, n_blocks, block, quarter)
+                      : append_quarter<VF>(x, plane, physical, has_room, n_blocks, block, quarter);
+        if (fault != nullptr) {
+            if (!has_room) {
+                atomicMax(fault + 1, row + 1);
+            } else if (bad) {
                 const int widest = (kv_dim_k > kv_dim_v ? kv_dim_k : kv_dim_v) / BLOCK_ELEMENTS;
                 atomicMax(fault, 0x7FFFFFFF - ((2 * row + side) * widest + block));
             }

@@ -41,26 +41,64 @@ struct AttendShape {
     static_assert(WIDEST <= 512 && QT % ATTEND_WARPS == 0, "unsupported shape");
 };
 
-// Decodes the rows [from, to) of a tile, one head of D elements each, into shared memory.
+// A tile of keys on its way from memory, one head of D elements each: what one thread holds of it.
+// load() asks for the rows [from, to), store() decodes them into shared memory when they are there.
 template <int F, int D, int TILE, int PITCH>
-__device__ __forceinline__ void decode_tile(const uint8_t* __restrict__ head, int64_t row_bytes,
-                                            float* tile, int from, int to) {
-    constexpr int UNITS = D / 8;
-#pragma unroll 4
-    for (int unit = threadIdx.x; unit < TILE * UNITS; unit += ATTEND_THREADS) {
-        const int key = unit / UNITS;
-        const int block = unit % UNITS / BLOCK_QUARTERS;
-        const int quarter = unit % BLOCK_QUARTERS;
-        if (key >= from && key < to) {
-            float x[8];
-            read_quarter<F>(head + key * row_bytes + block * block_bytes<F>(), quarter, x);
-            float* row = tile + key * PITCH + block * BLOCK_ELEMENTS;
-            *reinterpret_cast<float4*>(row + quarter_low<F>(quarter)) =
-                make_float4(x[0], x[1], x[2], x[3]);
-            *reinterpret_cast<float4*>(row + quarter_high<F>(quarter)) =
-                make_float4(x[4], x[5], x[6], x[7]);
+struct TileInFlight {
+    static constexpr int BLOCKS = D / BLOCK_ELEMENTS;
+    static constexpr int PAIRS = ATTEND_THREADS / (2 * BLOCK_QUARTERS * BLOCKS);
+    static constexpr int ROWS = 2 * PAIRS;  // that the threads take at a time
+    static constexpr int N = (TILE + ROWS - 1) / ROWS;
+    // Eight neighbouring threads take one block of two rows. Their distance is such that the 16-byte
+    // pieces which they store lie in different banks (a row begins 4 banks behind the one before).
+    static constexpr int APART = !has_nibbles<F>() ? 1 : PAIRS % 4 == 0 ? 4 : PAIRS;
+    Packed<F> packed[N];
+
+    __device__ __forceinline__ static int first_row() {
+        const int pair = threadIdx.x / (2 * BLOCK_QUARTERS * BLOCKS);
+        const int second = threadIdx.x / BLOCK_QUARTERS % 2;
+        return pair % APART + second * APART + pair / APART * 2 * APART;
+    }
+    __device__ __forceinline__ static int block() {
+        return threadIdx.x / (2 * BLOCK_QUARTERS) % BLOCKS;
+    }
+    __device__ __forceinline__ static int quarter() { return threadIdx.x % BLOCK_QUARTERS; }
+
+    __device__ __forceinline__ void load(const uint8_t* head, int64_t row_bytes, int from, int to) {
+        const uint8_t* column = head + block() * block_bytes<F>();
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            // Rows outside the range ask for the nearest one inside: no branch parts the loads.
+            int key = first_row() + i * ROWS;
+            key = key < from ? from : key < to ? key : to - 1;
+            packed[i] = load_quarter<F>(column + key * row_bytes, quarter());
         }
     }
+    __device__ __forceinline__ void store(float* tile, int from, int to) const {
+        float* row = tile + first_row() * PITCH + block() * BLOCK_ELEMENTS;
+        float* low = row + quarter_low<F>(quarter());
+        float* high = row + quarter_high<F>(quarter());
+        const bool busy = threadIdx.x < ROWS * BLOCK_QUARTERS * BLOCKS;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const int key = first_row() + i * ROWS;
+            if (busy && key >= from && key < to) {
+                float x[8];
+                unpack_quarter<F>(packed[i], quarter(), x);
+                *reinterpret_cast<float4*>(low + i * ROWS * PITCH) =
+                    make_float4(x[0], x[1], x[2], x[3]);
+                *reinterpret_cast<float4*>(high + i * ROWS * PITCH) =
+                    make_float4(x[4], x[5], x[6], x[7]);
+            }
+        }
+    }
+};
+
+// Where a position lies in a tile: 0 for all before it, TILE for all behind it.
+template <int TILE>
+__device__ __forceinline__ int in_tile(int64_t position, int64_t tile_key) {
+    const int64_t offset = position - tile_key;
+    return offset <= 0 ? 0 : offset < TILE ? int(offset) : TILE;
 }
 
 __device__ __forceinline__ void add_scaled(float4& sum, float weight, const float4& v) {
@@ -68,6 +106,30 @@ __device__ __forceinline__ void add_scaled(float4& sum, float weight, const floa
     sum.y = fmaf(weight, v.y, sum.y);
     sum.z = fmaf(weight, v.z, sum.z);
     sum.w = fmaf(weight, v.w, sum.w);
+}
+
+// Dot products of one key with N queries over D elements. The order of a sum does not depend on N.
+template <int N, int D>
+__device__ __forceinline__ void score_queries(const float* key, const float* query, int query_pitch,
+                                              float* score, int score_pitch) {
+    float4 dots[N];
+#pragma unroll
+    for (int i = 0; i < N; i++) dots[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 2
+    for (int d = 0; d < D; d += 4) {
+        const float4 k = *reinterpret_cast<const float4*>(key + d);
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const float4 q = *reinterpret_cast<const float4*>(query + i * query_pitch + d);
+            dots[i].x = fmaf(q.x, k.x, dots[i].x);
+            dots[i].y = fmaf(q.y, k.y, dots[i].y);
+            dots[i].z = fmaf(q.z, k.z, dots[i].z);
+            dots[i].w = fmaf(q.w, k.w, dots[i].w);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        score[i * score_pitch] = (dots[i].x + dots[i].y) + (dots[i].z + dots[i].w);
 }
 
 // Grid (x: any number of blocks, which share the chunks; kv heads; query blocks), 128 threads,
@@ -82,7 +144,7 @@ __device__ __forceinline__ void add_scaled(float4& sum, float weight, const floa
 //   partial    f32 [n_rows, n_heads, n_slots, DV + 2] : weighted sum of V, maximum, sum of weights;
 //              slot = chunk - first chunk of row 0 (with a table: of the row itself)
 template <int KF, int VF, int DK, int DV, int QT>
-__global__ void __launch_bounds__(ATTEND_THREADS)
+__global__ void __launch_bounds__(ATTEND_THREADS, 2)
     attend_partial(const float* __restrict__ q, const uint8_t* NULLABLE k_plane,
                    const uint8_t* NULLABLE v_plane, int32_t n_rows, int32_t n_kv_heads,
                    int32_t group, int32_t capacity, int32_t window, int32_t counted, float scale,
@@ -152,8 +214,6 @@ __global__ void __launch_bounds__(ATTEND_THREADS)
     const int split = thread / S::QUADS;
 
     for (int32_t chunk = chunks.first + int(blockIdx.x); chunk < chunks.last; chunk += gridDim.x) {
-        const int64_t chunk_start = chunk_begin(chunk);
-        const int64_t chunk_end = chunk_begin(chunk + 1);
         float maximum[QT / ATTEND_WARPS];
         float weight_sum[QT / ATTEND_WARPS];
 #pragma unroll
@@ -162,43 +222,35 @@ __global__ void __launch_bounds__(ATTEND_THREADS)
 #pragma unroll
         for (int i = 0; i < QT; i++) sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 
-        for (int64_t tile_key = chunk_start; tile_key < chunk_end; tile_key += S::TILE) {
-            // Keys of the tile that any query sees: the only ones that are read.
-            const int from = key_start <= tile_key ? 0
-                             : key_start - tile_key < S::TILE ? int(key_start - tile_key)
-                                                              : S::TILE;
-            const int to = key_end <= tile_key ? 0
-                           : key_end - tile_key < S::TILE ? int(key_end - tile_key)
-                                                          : S::TILE;
-            if (from >= to) continue;  // the same for all threads
+        // Tiles with a key that any query sees, and of them only those keys, are read.
+        const int64_t chunk_start = chunk_begin(chunk);
+        const int64_t chunk_end = chunk_begin(chunk + 1);
+        const int64_t stop = key_end < chunk_end ? key_end : chunk_end;
+        const int64_t begin =
+            key_start > chunk_start ? key_start - key_start % S::TILE : chunk_start;
+        for (int64_t tile_key = begin; tile_key < stop; tile_key += S::TILE) {
+            const int from = in_tile<S::TILE>(key_start, tile_key);
+            const int to = in_tile<S::TILE>(key_end, tile_key);
             const int64_t physical = tile_key - view.base;
-
+            TileInFlight<KF, DK, S::TILE, S::PITCH> k_tile;
+            TileInFlight<VF, DV, S::TILE, S::PITCH> v_tile;
+            k_tile.load(k_head + physical * k_row, k_row, from, to);
             __syncthreads();  // the tile is free (and q and the ranges are there)
-            decode_tile<KF, DK, S::TILE, S::PITCH>(k_head + physical * k_row, k_row, tile, from, to);
+            k_tile.store(tile, from, to);
+            v_tile.load(v_head + physical * v_row, v_row, from, to);
             __syncthreads();
 
             if (score_key >= from && score_key < to) {
-                const float4* mine = reinterpret_cast<const float4*>(
-                    tile + score_key * S::PITCH + score_part * S::PART);
-                float4 key[S::PART / 4];
-#pragma unroll
-                for (int d = 0; d < S::PART / 4; d++) key[d] = mine[d];
+                const float* key = tile + score_key * S::PITCH + score_part * S::PART;
+                const float* query = q_tile + score_part * S::PART;
+                float* score = scores + score_part * QT * S::TILE + score_key;
+                int i = 0;
 #pragma unroll 1
-                for (int i = 0; i < n_queries; i++) {
-                    const float4* query =
-                        reinterpret_cast<const float4*>(q_tile + i * DK + score_part * S::PART);
-                    float4 dot = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-                    for (int d = 0; d < S::PART / 4; d++) {
-                        const float4 a = query[d];
-                        dot.x = fmaf(a.x, key[d].x, dot.x);
-                        dot.y = fmaf(a.y, key[d].y, dot.y);
-                        dot.z = fmaf(a.z, key[d].z, dot.z);
-                        dot.w = fmaf(a.w, key[d].w, dot.w);
-                    }
-                    scores[(score_part * QT + i) * S::TILE + score_key] =
-                        (dot.x + dot.y) + (dot.z + dot.w);
-                }
+                for (; i + 4 <= n_queries; i += 4)
+                    score_queries<4, S::PART>(key, query + i * DK, DK, score + i * S::TILE, S::TILE);
+#pragma unroll 1
+                for (; i < n_queries; i++)
+                    score_queries<1, S::PART>(key, query + i * DK, DK, score + i * S::TILE, S::TILE);
             }
             __syncthreads();
 
@@ -240,7 +292,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS)
                 }
                 if (lane == 0) alphas[i] = alpha;
             }
-            decode_tile<VF, DV, S::TILE, S::PITCH>(v_head + physical * v_row, v_row, tile, from, to);
+            v_tile.store(tile, from, to);
             __syncthreads();
 
             if (split < S::SPLITS) {
@@ -253,6 +305,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS)
                 const float* values = tile + split * S::SPLIT * S::PITCH + quad * 4;
                 const float* weights = scores + split * S::SPLIT;
                 if (tile_key >= shared_start && tile_key + S::TILE <= shared_end) {
+#pragma unroll 1
                     for (int j = 0; j < S::SPLIT; j += 4) {
                         float4 v[4];
 #pragma unroll
@@ -270,6 +323,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS)
                         }
                     }
                 } else {
+#pragma unroll 1
                     for (int j = 0; j < S::SPLIT; j++) {
                         const int key = split * S::SPLIT + j;
                         if (key >= from && key < to) {
@@ -323,22 +377,21 @@ __global__ void __launch_bounds__(ATTEND_THREADS)
     }
 }
 
-constexpr int COMBINE_THREADS = 128;
-
-// Joins the chunks of each row and head. Grid (n_heads, n_rows), 128 threads; parameters as above.
+// Joins the chunks of each row and head. Grid (n_heads, n_rows), 2 * DV threads; parameters as above.
 //   sinks  f32 [n_heads] or null: a logit per head that takes weight and has no value
 //   out    f32 [n_rows, n_heads, DV]; 0 for a row without keys; NaN if n_slots is too small
 //   lse    f32 [n_rows, n_heads] or null: log of the sum of exp(score), the sink included; -inf for
 //          a row without keys and sink
 template <int DV>
-__global__ void __launch_bounds__(COMBINE_THREADS)
+__global__ void __launch_bounds__(2 * DV)
     attend_combine(const float* __restrict__ partial, const float* NULLABLE sinks,
                    float* __restrict__ out, float* NULLABLE lse, int32_t capacity, int32_t window,
                    int32_t counted, const int32_t* NULLABLE len_d, const int32_t* NULLABLE base_d,
                    const uint64_t* NULLABLE table, int32_t n_slots) {
     constexpr int QUADS = DV / 4;
-    constexpr int SPLITS = COMBINE_THREADS / QUADS;  // chunk c belongs to split c % SPLITS
-    __shared__ float maxima[COMBINE_THREADS];
+    constexpr int SPLITS = 8;  // chunk c belongs to split c % 8
+    constexpr int THREADS = SPLITS * QUADS;
+    __shared__ float maxima[THREADS];
     __shared__ float4 sums[SPLITS][QUADS];
     __shared__ float totals[SPLITS];
     const int thread = threadIdx.x;
@@ -358,37 +411,36 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
     const float* parts = partial + (size_t(row) * n_heads + head) * n_slots * (DV + 2);
 
     float high = sinks != nullptr ? sinks[head] : -INF_F32;
-    for (int32_t c = chunks.first + thread; c < last; c += COMBINE_THREADS) {
+    for (int32_t c = chunks.first + thread; c < last; c += THREADS) {
         const float m = parts[size_t(c - slot_zero) * (DV + 2) + DV];
         high = m > high ? m : high;
     }
     maxima[thread] = high;
     __syncthreads();
-    const int busy = last - chunks.first < COMBINE_THREADS ? last - chunks.first : COMBINE_THREADS;
+    const int busy = last - chunks.first < THREADS ? last - chunks.first : THREADS;
     for (int i = 0; i < busy; i++) high = maxima[i] > high ? maxima[i] : high;
     const float pivot = high == -INF_F32 ? 0.0f : high;
 
     const int quad = thread % QUADS;
     const int split = thread / QUADS;
-    if (split < SPLITS) {
-        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        float total = 0.0f;
-        const int32_t behind = (split - chunks.first % SPLITS + SPLITS) % SPLITS;
-        for (int32_t c = chunks.first + behind; c < last; c += SPLITS) {
-            const float* part = parts + size_t(c - slot_zero) * (DV + 2);
-            const float m = part[DV];
-            const float l = part[DV + 1];
-            if (l != 0.0f) {  // else the row sees no key of this chunk
-                const float weight = exp2f((m - pivot) * LOG2_E);
-                const float2 a = *reinterpret_cast<const float2*>(part + quad * 4);
-                const float2 b = *reinterpret_cast<const float2*>(part + quad * 4 + 2);
-                add_scaled(sum, weight, make_float4(a.x, a.y, b.x, b.y));
-                total = fmaf(weight, l, total);
-            }
+    float4 partial_sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float partial_total = 0.0f;
+    const int32_t behind = (split - chunks.first % SPLITS + SPLITS) % SPLITS;
+#pragma unroll 4
+    for (int32_t c = chunks.first + behind; c < last; c += SPLITS) {
+        const float* part = parts + size_t(c - slot_zero) * (DV + 2);
+        const float m = part[DV];
+        const float l = part[DV + 1];
+        const float2 a = *reinterpret_cast<const float2*>(part + quad * 4);
+        const float2 b = *reinterpret_cast<const float2*>(part + quad * 4 + 2);
+        if (l != 0.0f) {  // else the row sees no key of this chunk
+            const float weight = exp2f((m - pivot) * LOG2_E);
+            add_scaled(partial_sum, weight, make_float4(a.x, a.y, b.x, b.y));
+            partial_total = fmaf(weight, l, partial_total);
         }
-        sums[split][quad] = sum;
-        if (quad == 0) totals[split] = total;
     }
+    sums[split][quad] = partial_sum;
+    if (quad == 0) totals[split] = partial_total;
     __syncthreads();
     float total = totals[0];
 #pragma unroll

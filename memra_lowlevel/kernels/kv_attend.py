@@ -347,7 +347,7 @@ def _plan(
             (min(slots, share), n_kv_heads, max(1, blocks)), (_THREADS, 1, 1),
             shared_bytes(head_dim, head_dim_v, queries),
         ),
-        LaunchConfig((n_heads, max(1, n_rows), 1), (_THREADS, 1, 1)),
+        LaunchConfig((n_heads, max(1, n_rows), 1), (2 * head_dim_v, 1, 1)),
     )  # fmt: skip
 
 

@@ -164,12 +164,12 @@ def spec(name: str) -> KernelSpec:
 def kernel(device: Device, name: str, **template: Any) -> Kernel:
     """Compile, load and return one instance; kept for the life of the device's context.
 
-    The first call for an instance may take a second, also during a capture (which drivers allow);
-    the families have a ``prepare`` to do it beforehand.
+    The first call for an instance may take a second; the families have a ``prepare`` for it.
 
     Raises
     ------
-    CompileError
+    CompileError, CaptureForbidden
+        The latter if the first call for an instance comes during a capture.
     """
     return kernels(device, [(name, template)])[0]
 

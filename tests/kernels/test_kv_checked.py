@@ -41,7 +41,7 @@ def run_combine(source, partial, length, window=0, order="forward"):
     out, lse = np.full((n, heads, width - 2), np.nan, F32), np.full((n, heads), np.nan, F32)
     kernel = runner.quick(source, f"attend_combine<{width - 2}>", check=True)
     kernel(
-        (heads, n), 128, 0,
+        (heads, n), 2 * (width - 2), 0,
         partial, np.zeros(heads, F32), out, lse, I32(length + n), I32(window), I32(0),
         np.array([length], I32), None, None, I32(slots), order=order, seed=3,
     )  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 
 from memra_lowlevel import errors
 from memra_lowlevel.compile import DEFAULT_ARCHS
-from memra_lowlevel.formats import BF16
+from memra_lowlevel.formats import BF16, F32
 from memra_lowlevel.kernels import counters, kv_append, registry
 from memra_lowlevel.kernels.registry import KernelSpec, Tolerance
 
@@ -70,22 +70,23 @@ def test_kernels_are_loaded_once_per_device(device):
     assert np.dtype(first.params[0].dtype) == np.int32
 
 
-def test_kernels_may_be_loaded_in_the_middle_of_a_capture(device, stream):
-    """Drivers allow it, so the first launch of an instance may be a captured one."""
+def test_loading_is_refused_under_capture_and_works_before(device, stream):
+    kv_append.prepare(device, BF16, BF16)
+    counters.prepare(device)
     x = device.from_numpy(np.arange(64, dtype=np.float32).reshape(1, 64), stream)
-    plane = device.zeros(256 + 8, np.uint8, stream)
+    k, v = (device.zeros(128 + 8, np.uint8, stream) for _ in range(2))
     length = device.zeros(1, np.int32, stream)
-    with stream.capture("first use") as graph:
+    with pytest.raises(errors.CaptureForbidden), stream.capture("late"):
+        kv_append.prepare(device, BF16, F32)
+    with stream.capture("early") as graph:
         kv_append.append(
-            stream, x, x, plane, plane.view(128, (136,), np.uint8), length,
-            k_format=BF16, v_format=BF16, rows=1,
+            stream, x, x, k, v, length, k_format=BF16, v_format=BF16, rows=1
         )  # fmt: skip
         counters.add_counters(stream, length, 3)
     step = graph.instantiate()
-    assert not plane.to_numpy(stream).any()
+    assert not k.to_numpy(stream).any()
     step.launch(stream)
-    assert np.array_equal(
-        plane.to_numpy(stream)[:256].reshape(2, 128), BF16.encode(x.to_numpy(stream)).repeat(2, 0)
-    )
+    for plane in (k, v):
+        assert np.array_equal(plane.to_numpy(stream)[:128], BF16.encode(x.to_numpy(stream))[0])
     assert length.to_numpy(stream) == 3
     step.close()
