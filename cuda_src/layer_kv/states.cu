@@ -12,7 +12,7 @@ constexpr int FAR_THREADS = 128;
 //   ring_k, ring_v  f32 [n_kv_heads, window, hd]       seen_d  i32[1], positions before this one
 //   sink_k, sink_v  f32 [n_kv_heads, n_sinks, hd]      cos, sin  f32 [window, half]
 //   q, out  f32 [n_kv_heads * hpk, hd]                 k, v  f32 [n_kv_heads, hd]
-KERNEL void __launch_bounds__(RING_THREADS)
+KERNEL void __launch_bounds__(RING_THREADS, 1)
     lkv_ring_step(float* ring_k, float* ring_v, const int32_t* __restrict__ seen_d,
                   const float* NULLABLE sink_k, const float* NULLABLE sink_v,
                   const float* NULLABLE cos_t, const float* NULLABLE sin_t,

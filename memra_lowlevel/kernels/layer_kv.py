@@ -37,7 +37,7 @@ def _spec(name: str, source: str, oracle: str, *edges: str) -> KernelSpec:
     )
 
 
-registry.register(
+SPECS = (
     _spec("lkv_append", "exact", "memra_lowlevel.layer_kv.arith:quantise", "both sides", "columns",
           "one side", "no room", "33 channels"),
     _spec("lkv_scores", "exact", "attend", "no rows", "one row", "window", "softcap", "codes"),
@@ -50,6 +50,7 @@ registry.register(
     _spec("lkv_far_attend", "states", "nystrom_step", "dropped far field", "clipped", "no sinks"),
     _spec("lkv_far_book", "states", "nystrom_step", "wrap"),
 )  # fmt: skip
+registry.register(*SPECS)
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,7 @@ class FarState:
 
 def prepare(device: Device) -> None:
     """Compile and load all kernels of this family now."""
-    names = [s.name for s in registry.all_specs() if s.source.startswith("layer_kv/")]
-    registry.kernels(device, [(name, {}) for name in names])
+    registry.kernels(device, [(s.name, {}) for s in SPECS])
 
 
 def append(stream: Stream, rows: Rows, k: Buffer, v: Buffer) -> None:
