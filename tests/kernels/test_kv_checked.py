@@ -19,7 +19,9 @@ BARRIER = "__syncthreads();"
 N_BARRIERS = ATTEND.count(BARRIER)
 
 
-def run_partial(source, d=64, queries=4, n=2, group=2, length=150, window=0, order="forward"):
+def run_partial(
+    source, d=64, queries=4, n=2, group=2, length=150, window=0, order="forward", **how
+):  # fmt: skip
     """The first kernel over a plane of 1 kv head, whose last rows are never written."""
     rng = np.random.default_rng(0)
     used = length + n
@@ -27,7 +29,8 @@ def run_partial(source, d=64, queries=4, n=2, group=2, length=150, window=0, ord
     q = normal(rng, n, group, d)
     slots = kv_attend.n_slots(used, n, window, False)
     partial = np.full((n, group, slots, d + 2), np.nan, F32)
-    kernel = runner.quick(source, PARTIAL.format(d=d, queries=queries), check=True)
+    how = how or {"check": True}
+    kernel = runner.quick(source, PARTIAL.format(d=d, queries=queries), **how)
     kernel(
         (1, 1, -(-n * group // queries)), 128, kv_attend.shared_bytes(d, d, queries),
         q, k, v, I32(n), I32(1), I32(group), I32(used), I32(window), I32(0), F32(d**-0.5), F32(0),
@@ -36,10 +39,11 @@ def run_partial(source, d=64, queries=4, n=2, group=2, length=150, window=0, ord
     return partial, length
 
 
-def run_combine(source, partial, length, window=0, order="forward"):
+def run_combine(source, partial, length, window=0, order="forward", **how):
     n, heads, slots, width = partial.shape
     out, lse = np.full((n, heads, width - 2), np.nan, F32), np.full((n, heads), np.nan, F32)
-    kernel = runner.quick(source, f"attend_combine<{width - 2}>", check=True)
+    how = how or {"check": True}
+    kernel = runner.quick(source, f"attend_combine<{width - 2}>", **how)
     kernel(
         (heads, n), 2 * (width - 2), 0,
         partial, np.zeros(heads, F32), out, lse, I32(length + n), I32(window), I32(0),
@@ -56,18 +60,35 @@ def test_attention_is_clean(d, queries, n, group, order):
     assert np.isfinite(run_combine("kv/attend.cu", partial, length, **options)).all()
 
 
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
-def test_append_is_clean(fmt):
-    x = normal(np.random.default_rng(0), 3, 96)
+def run_append(fmt, x, **how):
     plane = np.full((5, fmt.row_bytes(96)), 0xFF, np.uint8)
     other = plane.copy()
-    kernel = runner.quick("kv/append.cu", f"append_kv<{fmt.constant}, {fmt.constant}>", check=True)
+    kernel = runner.quick("kv/append.cu", f"append_kv<{fmt.constant}, {fmt.constant}>", **how)
     kernel(
         (1, 3, 2), 32, 0,
         x, x.copy(), plane, other, I32(96), I32(96), I32(5), np.array([1], I32), None, None,
         np.zeros(2, I32), order="random",
     )  # fmt: skip
-    assert np.array_equal(plane[1:4], fmt.encode(x)) and np.array_equal(plane, other)
+    assert np.array_equal(plane[1:4], fmt.encode(x, check=False)) and np.array_equal(plane, other)
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
+def test_append_is_clean(fmt):
+    run_append(fmt, normal(np.random.default_rng(0), 3, 96), check=True)
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
+def test_append_has_no_undefined_behaviour(fmt):
+    x = normal(np.random.default_rng(0), 3, 96)
+    x[1, 3], x[2, 5], x[0, 40] = np.nan, 3e38, -np.inf
+    run_append(fmt, x, sanitize="undefined")
+
+
+def test_attention_has_no_undefined_behaviour():
+    for d in (96, 128):
+        partial, length = run_partial("kv/attend.cu", d, 16, 5, 3, sanitize="undefined")
+        out = run_combine("kv/attend.cu", partial, length, sanitize="undefined")
+        assert np.isfinite(out).all()
 
 
 def test_there_are_barriers_to_take_away():
