@@ -1,10 +1,8 @@
-"""Sizes of the planes of a layer, and how their rows move."""
+"""Sizes of the planes of a layer."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from ..errors import PlaneError
 from ..formats import BLOCK, Format
@@ -13,9 +11,9 @@ from . import policy
 from .ring import KvRing
 
 if TYPE_CHECKING:
-    from ..runtime import Buffer, Device, Stream
+    from ..runtime import Device
 
-__all__ = ["MAX_ROWS", "TAIL_PAD_BYTES", "KvGeometry", "move_rows_down"]
+__all__ = ["MAX_ROWS", "TAIL_PAD_BYTES", "KvGeometry"]
 
 TAIL_PAD_BYTES = 8
 """Bytes behind the last row of a plane: kernels read whole words and may touch a few more."""
@@ -79,18 +77,3 @@ class KvGeometry:
         """Bytes of both planes, tail pads included."""
         rows = ring.rows if ring else max_ctx
         return sum(rows * b + TAIL_PAD_BYTES for b in self.tok_bytes())
-
-
-def move_rows_down(
-    stream: Stream, plane: Buffer, tok_bytes: int, src_row: int, n_rows: int
-) -> None:
-    """Move rows down to row 0, in pieces that do not overlap, in ascending order.
-
-    A piece is at most as long as the way it moves, so no copy reads what it writes, and the order
-    of the stream keeps a piece from overwriting the source of a later one. One copy suffices
-    unless more rows are kept than dropped.
-    """
-    for done in range(0, n_rows, src_row):
-        n_bytes = min(src_row, n_rows - done) * tok_bytes
-        dst = plane.view(done * tok_bytes, (n_bytes,), np.uint8)
-        dst.copy_from(stream, plane.view((src_row + done) * tok_bytes, (n_bytes,), np.uint8))

@@ -16,8 +16,8 @@ from ..errors import (
 )
 from ..formats import Format
 from ..graph.capture import capture_of
-from ..kernels import kv_append, kv_attend
-from .geometry import MAX_ROWS, TAIL_PAD_BYTES, KvGeometry, move_rows_down
+from ..kernels import kv_append, kv_attend, kv_move
+from .geometry import MAX_ROWS, TAIL_PAD_BYTES, KvGeometry
 from .planes import Lengths, Workspace
 from .ring import KvRing
 
@@ -217,17 +217,24 @@ class KvLayer:
                 f"{self.name}.append: k has {n} rows, v has {v.shape[0]}",
                 kernel="append_kv", index=1, name="v", expected=f"{n} rows", got=str(v.shape[0]),
             )  # fmt: skip
-        if stream.recording is None:
-            self.check_headroom(n)
-            if self.check:
-                self._check_finite(stream, k, v)
-        else:
-            self.lengths.need(stream, n)
-            self.guard(stream, n)
+        self.reserve(stream, n)
+        if self.check and stream.recording is None:
+            self._check_finite(stream, k, v)
         kv_append.append(
             stream, k, v, self.k, self.v, self.len_d,
             k_format=self.k_format, v_format=self.v_format, rows=self.rows, base_d=self.base_d,
         )  # fmt: skip
+
+    def reserve(self, stream: Stream, n: int) -> None:
+        """Refuse unless ``n`` more rows fit: now, or under capture at every launch of the graph.
+
+        For kernels that write the rows themselves, behind ``len_d``; :meth:`append` calls it.
+        """
+        if stream.recording is None:
+            self.check_headroom(n)
+        else:
+            self.lengths.need(stream, n)
+            self.guard(stream, n)
 
     def attend(
         self,
@@ -384,8 +391,10 @@ class KvLayer:
                 "being captured; make the headroom before the capture",
                 call="prepare_kv_append",
             )
-        for plane, tok_bytes in ((self.k, self.k_tok_bytes), (self.v, self.v_tok_bytes)):
-            move_rows_down(stream, plane, tok_bytes, plan.src_row, plan.keep_rows)
+        kv_move.move_rows(
+            stream, self.k, self.v, self.k_tok_bytes, self.v_tok_bytes, plan.src_row,
+            plan.keep_rows,
+        )  # fmt: skip
         self.set_base(stream, plan.new_base)
         return plan.write_row
 

@@ -27,13 +27,8 @@ HOST_WRITE_CALLS = (
     "cuMemcpyHtoDAsync",
     "cuMemsetD8Async",
     "cuMemsetD32Async",
-    "cuLaunchKernel",
-    "cuLaunchKernelEx",
 )
-"""Driver calls by which a round outside its graphs puts a host value into device memory.
-
-Launches count because a counter may be set by a kernel whose parameter is the value.
-"""
+"""Driver calls by which the host puts a value into device memory: copies and counter sets."""
 
 
 @dataclass
