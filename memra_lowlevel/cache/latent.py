@@ -1,0 +1,596 @@
+"""The plane of a latent-attention (MLA) layer, with the rows and keys of its indexer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import CapacityExceeded, CaptureForbidden, PlaneError, RewindRefused
+from ..formats import F32, Format
+from ..kernels import latent_attend, latent_index, latent_rows
+from . import latent_snapshot
+from .geometry import MAX_ROWS
+from .latent_tail import IndexTail
+from .planes import Lengths, Workspace
+
+if TYPE_CHECKING:
+    from ..runtime import Buffer, Device, Stream
+    from .kvdev import KvDev
+    from .latent_snapshot import LatentPlaneSnapshot, LatentTailCapture
+
+__all__ = ["LatentKvLayer"]
+
+SCRATCH_BYTES = 64 << 20
+"""Scratch of one call unless it says otherwise: partial results, or scores of pools."""
+
+
+class LatentKvLayer:
+    """Latent rows of one layer, which serve as keys and values of all heads.
+
+    ====================  =========================================  ============================
+    buffer                shape                                      content
+    ====================  =========================================  ============================
+    ``rows``              f32 ``[max_ctx * width]``, zero at first   ``[rmsnorm(c) | rope(k_pe)]``
+    ``index_rows``        f32 ``[(ring or max_ctx) * index_width]``  ``[k_norm(k) | gate]``
+    ``index_pool_keys``   f32 ``[max_ctx // pool * d]``              key of pool p at ``p * d``
+    ====================  =========================================  ============================
+
+    The value of a row is its first ``kv_rank`` elements. In another format than f32, ``rows`` has
+    the same number of rows in that format's bytes. Both planes have one length, ``len`` here and
+    ``len_d`` on the device: ``append`` writes behind it without moving it, ``advance`` moves it.
+
+    An index row is read once, when its pool is complete and its key is built; so the index plane
+    may be the ring of its tail, of any size from one pool on, and does not bound a call.
+
+    Attributes
+    ----------
+    rows : Buffer
+    width : int
+        ``kv_rank + d_rope``.
+    len_d : Buffer
+        i32[1].
+    index_rows : Buffer or None
+        None without an indexer.
+    index_width : int
+        ``2 * d``; 0 without an indexer.
+    index_ring_rows : int or None
+        Physical rows of the ring; None for a flat index plane.
+    index_pool_keys : Buffer or None
+        None until the pool is known.
+    index_pool : int
+        Rows per key; 0 until it is known.
+    """
+
+    def __init__(
+        self,
+        dev: KvDev,
+        max_ctx: int,
+        width: int,
+        index_width: int = 0,
+        index_ring_rows: int | None = None,
+        index_pool: int | None = None,
+        *,
+        lengths: Lengths,
+        index: int = 0,
+        workspace: Workspace,
+        format: Format = F32,
+        name: str = "latent",
+    ):
+        check_geometry(max_ctx, width, index_width, index_ring_rows, index_pool, format, name)
+        self.device: Device = dev.device
+        self.name, self.max_ctx, self.format = name, max_ctx, format
+        self.width, self.index_width = width, index_width
+        self.row_bytes = latent_rows.row_bytes(format, width)
+        self.lengths, self.len_d = lengths, lengths.view(index)
+        self.rows: Buffer = dev.zeros(-(-max_ctx * self.row_bytes // 4))
+        ring = index_ring_rows if index_width and index_ring_rows else None
+        self.index_ring_rows = ring
+        self.index_rows: Buffer | None = None
+        if index_width:
+            self.index_rows = dev.uninit((ring or max_ctx) * index_width)
+        self.index_pool_keys: Buffer | None = None
+        self.tail = IndexTail(lengths, ring or 0, name)
+        self._workspace = workspace
+        self._arena: Any = None
+        latent_rows.prepare(self.device, format)
+        if index_width:
+            latent_index.prepare(self.device)
+        if index_pool is not None and index_width:
+            self.prepare_index(dev, index_pool)
+
+    @classmethod
+    def allocate(
+        cls,
+        dev: KvDev,
+        max_ctx: int,
+        width: int,
+        index_width: int = 0,
+        index_ring_rows: int | None = None,
+        index_pool: int | None = None,
+        *,
+        format: Format = F32,
+        name: str = "latent",
+    ) -> LatentKvLayer:
+        """Make a layer of its own, with ``len`` 0.
+
+        Parameters
+        ----------
+        dev : KvDev
+        max_ctx : int
+            Longest sequence, in rows.
+        width : int
+            Elements of a latent row.
+        index_width : int
+            Elements of an index row, twice the head size of the indexer; 0 without one.
+        index_ring_rows : int, optional
+            Rows of the ring under the index rows (``index_ring_rows(max_ctx)`` says what is
+            usual); None or 0 for a flat plane.
+        index_pool : int, optional
+            Rows per key; else the first append says it.
+        format : Format
+            Of the latent rows; what the indexer holds is f32 always.
+
+        Raises
+        ------
+        PlaneError, FormatUnsupported
+            A plane that cannot be; nothing was allocated.
+        """
+        check_geometry(max_ctx, width, index_width, index_ring_rows, index_pool, format, name)
+        arena = dev.device.arena(4 * Lengths.n_words(1, 0) + 512, name=f"{name} counters")
+        layer = cls(
+            dev, max_ctx, width, index_width, index_ring_rows, index_pool,
+            lengths=Lengths(arena, dev.stream, 1, max_ctx, name=name),
+            workspace=Workspace(dev.device), format=format, name=name,
+        )  # fmt: skip
+        layer._arena = arena
+        return layer
+
+    # -- what it holds ----------------------------------------------------------------------------
+    @property
+    def len(self) -> int:
+        """Valid rows of both planes; raises ``CounterUnknown`` while only the device knows."""
+        return self.lengths.value
+
+    @property
+    def capacity(self) -> int:
+        """Longest length, in rows."""
+        return self.max_ctx
+
+    @property
+    def counters(self) -> Buffer:
+        """i32[1], as :class:`~memra_lowlevel.cache.planes.Planes` has it."""
+        return self.lengths.buffer
+
+    @property
+    def index_pool(self) -> int:
+        """Rows per key; 0 until it is known."""
+        return self.tail.pool
+
+    @property
+    def index_pools_ready(self) -> int:
+        """Pools whose keys are final: ``len // index_pool`` whenever no call is under way."""
+        return self.tail.ready
+
+    @index_pools_ready.setter
+    def index_pools_ready(self, n: int) -> None:
+        self.tail.ready = n
+
+    @property
+    def index_dim(self) -> int:
+        """Head size of the indexer."""
+        return self.index_width // 2
+
+    def prepare_index(self, dev: KvDev, pool: int) -> None:
+        """Fix the rows per key and allocate the keys; needed before a capture.
+
+        Raises
+        ------
+        PlaneError
+            No indexer, a pool that differs from the one in use, or a ring without a whole pool.
+        CaptureForbidden
+        """
+        if not self.index_width:
+            raise PlaneError(f"{self.name}.prepare_index: the layer has no indexer")
+        if self.tail.pool == pool:
+            return
+        if dev.stream.recording is not None:
+            raise CaptureForbidden(
+                f"{self.name}: the first call that uses the indexer comes during a capture; give "
+                "index_pool= or call prepare_index before",
+                call="prepare_index",
+            )
+        self.tail.fix_pool(pool)
+        self.index_pool_keys = dev.uninit(max(self.max_ctx // pool * self.index_dim, 1))
+
+    # -- rows in ----------------------------------------------------------------------------------
+    def append(
+        self,
+        stream: Stream,
+        rows: Buffer,
+        *,
+        weight: Buffer | None = None,
+        eps: float = 1e-6,
+        angles: Buffer | None = None,
+        kv_rank: int | None = None,
+        index: Buffer | None = None,
+        ape: Buffer | None = None,
+        pool: int | None = None,
+    ) -> None:
+        """Write rows of both planes behind the length, which does not move, and build their keys.
+
+        Parameters
+        ----------
+        stream : Stream
+        rows : Buffer
+            f32 ``[n, width]``.
+        weight, eps, angles, kv_rank
+            Normalisation and rotation, as in :func:`~memra_lowlevel.kernels.latent_rows.append`;
+            without them the rows are written as they are.
+        index : Buffer
+            f32 ``[n, index_width]``, where there is an indexer.
+        ape : Buffer
+            f32 ``[pool, d]``, added to the gates.
+        pool : int, optional
+            Rows per key, where ``index_pool=`` or ``prepare_index`` did not fix it.
+
+        Raises
+        ------
+        CapacityExceeded
+            ``len + n`` is more than the plane holds.
+        PlaneError
+            Index rows are missing or have no plane, the pool differs, or ``index_pools_ready`` is
+            not what ``len`` says. Nothing was written in any of these cases.
+        CaptureForbidden
+            The pool is not fixed yet.
+        """
+        if len(rows.shape) != 2 or rows.shape[1] != self.width:
+            raise PlaneError(
+                f"{self.name}.append: rows must be f32 [n, {self.width}], got {list(rows.shape)}"
+            )
+        n = rows.shape[0]
+        self._check_index_rows(n, index, ape)
+        if stream.recording is None:
+            self.check_headroom(n)
+        if index is not None:
+            self._fix_pool(stream, pool)
+            assert ape is not None
+            self.tail.check_ape(ape.size, self.index_dim)
+            if stream.recording is None:
+                self.tail.check()
+        self.lengths.need(stream, n)
+        latent_rows.append(
+            stream, rows, self._plane, self.len_d, capacity=self.max_ctx, format=self.format,
+            weight=weight, eps=eps, angles=angles, kv_rank=kv_rank,
+        )  # fmt: skip
+        if index is None or ape is None:
+            return
+        assert self.index_rows is not None and self.index_pool_keys is not None
+        with self.tail.appending(stream, n) as pieces:
+            for first, take in pieces:
+                latent_index.append(
+                    stream,
+                    index.view(4 * first * self.index_width, (take, self.index_width), np.float32),
+                    ape, self.index_rows, self.index_pool_keys, self.len_d, pool=self.tail.pool,
+                    capacity=self.max_ctx, ring=self.tail.effective, first=first,
+                )  # fmt: skip
+
+    # -- attention --------------------------------------------------------------------------------
+    def select(
+        self,
+        stream: Stream,
+        q: Buffer,
+        weights: Buffer,
+        out: Buffer,
+        *,
+        top_k: int,
+        counted: bool = False,
+        width_d: Buffer | None = None,
+        scratch_bytes: int = SCRATCH_BYTES,
+    ) -> None:
+        """List the rows that each query attends: those of its best pools, and the open pool's.
+
+        Row r of n sees ``len + r + 1`` rows. Queries are taken so many at a time that their scores
+        fit in ``scratch_bytes`` (or one at a time); no bit depends on it.
+
+        Parameters
+        ----------
+        stream : Stream
+        q, weights : Buffer
+            f32 ``[n, heads, d]`` and ``[n, heads]``.
+        out : Buffer
+            i32 ``[n, at least list_width(top_k)]``; see
+            :func:`~memra_lowlevel.kernels.latent_index.select`.
+        top_k : int
+            Rows to choose, in whole pools.
+        counted : bool
+            The length already includes the n rows.
+        width_d : Buffer, optional
+            i32[1]: receives the entries of the last list that can differ from -1.
+        """
+        if self.index_pool_keys is None:
+            raise PlaneError(f"{self.name}.select: no pool is known yet; append index rows first")
+        pool, d = self.tail.pool, self.index_dim
+        if len(q.shape) != 3 or q.shape[2] != d:
+            raise PlaneError(f"{self.name}.select: q must be f32 [n, heads, {d}], got {q.shape}")
+        n, heads, n_pools = q.shape[0], q.shape[1], max(1, self.max_ctx // pool)
+        per_row = 4 * n_pools + latent_index.scratch_bytes(1, n_pools)
+        at_once = max(1, min(n, scratch_bytes // per_row))
+        space = self._workspace.take(stream, at_once * per_row)
+        for first in range(0, n, at_once):
+            m = min(at_once, n - first)
+            scores = space.view(0, (m, n_pools), np.float32)
+            scratch = space.view(4 * m * n_pools, (m * (per_row // 4 - n_pools),), np.int32)
+            behind = (n if counted else 0) - first
+            latent_index.score(
+                stream, _part(q, first, m), _part(weights, first, m, heads), self.index_pool_keys,
+                scores, self.len_d, pool=pool, counted=behind,
+            )  # fmt: skip
+            latent_index.select(
+                stream, scores, _part(out, first, m), scratch, self.len_d, top_k=top_k, pool=pool,
+                counted=behind, width_d=width_d,
+            )  # fmt: skip
+
+    def list_width(self, top_k: int) -> int:
+        """Entries that a list of :meth:`select` must have room for."""
+        return latent_index.list_width(
+            top_k, self.tail.pool, max(1, self.max_ctx // self.tail.pool)
+        )
+
+    def attend(
+        self,
+        stream: Stream,
+        q: Buffer,
+        out: Buffer,
+        *,
+        scale: float,
+        indices: Buffer | None = None,
+        lse: Buffer | None = None,
+        counted: bool = False,
+        numeric: str = "exact",
+        scratch_bytes: int = SCRATCH_BYTES,
+    ) -> None:
+        """Attend absorbed queries over the rows, or over the rows that ``indices`` lists.
+
+        Parameters
+        ----------
+        stream : Stream
+        q, out : Buffer
+            f32 ``[n, heads, width]`` and ``[n, heads, kv_rank]``; row r of n sees ``len + r + 1``
+            rows.
+        scale, indices, lse, counted, numeric
+            As in :func:`~memra_lowlevel.kernels.latent_attend.attend`.
+        scratch_bytes : int
+            Queries are taken so many at a time that their partial results fit (or one at a time).
+        """
+        if len(q.shape) != 3 or len(out.shape) != 3 or q.shape[2] != self.width:
+            raise PlaneError(
+                f"{self.name}.attend: q must be f32 [n, heads, {self.width}] and out [n, heads, "
+                f"kv_rank], got {q.shape} and {out.shape}"
+            )
+        n, heads, rank = out.shape
+        n_list = 0 if indices is None else indices.shape[-1]
+        at_once = latent_attend.rows_at_once(heads, rank, self.max_ctx, n_list, scratch_bytes)
+        at_once = max(1, min(n, at_once))
+        space = self._workspace.take(
+            stream, latent_attend.workspace_bytes(at_once, heads, rank, self.max_ctx, n_list)
+        )
+        for first in range(0, n, at_once):
+            m = min(at_once, n - first)
+            latent_attend.attend(
+                stream, _part(q, first, m), self._plane, _part(out, first, m), len_d=self.len_d,
+                rows=self.max_ctx, workspace=space, scale=scale, format=self.format,
+                indices=None if indices is None else _part(indices, first, m),
+                lse=None if lse is None else _part(lse, first, m, heads), counted=counted,
+                first=first, of=n, numeric=numeric,
+            )  # fmt: skip
+
+    # -- the length -------------------------------------------------------------------------------
+    def advance(self, stream: Stream, n: int) -> None:
+        """Add ``n`` to the length, on the device and here; captured, at every launch."""
+        self._alone("advance")
+        self.lengths.advance(stream, n)
+        if stream.recording is None:
+            self.tail.settle()
+
+    def moved(self, stream: Stream, n: int) -> None:
+        """Book that a kernel which was just issued on ``stream`` moved the length by ``n``."""
+        self._alone("moved")
+        self.lengths.moved(stream, n)
+        if stream.recording is None:
+            self.tail.settle()
+
+    def set_len(self, stream: Stream, n: int) -> None:
+        """Set the length, on the device in place and here, and clamp the keys.
+
+        Raises
+        ------
+        CapacityExceeded
+            ``n`` is more than the plane holds.
+        RewindRefused
+            Index rows that are still to be read were written over in the ring.
+        """
+        self._alone("set_len")
+        self.check_len(n)
+        self.lengths.set(stream, n)
+        if stream.recording is None:
+            self.truncate_index_pool_keys(self.tail.pool)
+
+    def check_len(self, n: int) -> None:
+        """Refuse a length that :meth:`set_len` would refuse."""
+        if n < 0 or n > min(self.max_ctx, MAX_ROWS):
+            raise CapacityExceeded(f"{self.name}: length {n} does not lie in 0..{self.max_ctx}")
+        if not self.tail.has_tail_of(n):
+            pool = self.tail.pool
+            raise RewindRefused(
+                f"{self.name}: a rewind to {n} needs index rows from {n // pool * pool} on, but "
+                f"the ring of {self.tail.effective} rows was written over below "
+                f"{self.tail.intact_from}: full re-prime required",
+                plane=self.name,
+                asked=n,
+                possible=-(-self.tail.intact_from // pool) * pool,
+            )
+
+    def can_rewind_to(self, n: int) -> bool:
+        """Whether :meth:`set_len` to a shorter length is possible."""
+        return 0 <= n <= self.len and self.tail.has_tail_of(n)
+
+    def truncate_index_pool_keys(self, pool: int) -> None:
+        """Clamp the final keys to ``len // pool``; to be called by whoever lowers the length.
+
+        Raises
+        ------
+        RewindRefused
+            The tail of the present length is not in the ring any more.
+        """
+        if pool == 0:
+            return
+        if pool != self.tail.pool:
+            raise PlaneError(
+                f"{self.name}.truncate_index_pool_keys: pool {pool}, the layer uses "
+                f"{self.tail.pool}"
+            )
+        self.check_len(self.len)
+        self.tail.truncate()
+
+    def check_headroom(self, n: int) -> None:
+        """Refuse unless ``n`` more rows fit."""
+        length = self.len
+        if n < 0 or length + n > self.max_ctx:
+            raise CapacityExceeded(
+                f"{self.name}: {n} rows behind {length} do not fit in {self.max_ctx}; nothing was "
+                "written. Start a longer plane or drop tokens"
+            )
+
+    def prepare(self, stream: Stream, n: int) -> bool:
+        """As ``Planes`` has it; a latent plane never has to be rebased."""
+        self.check_headroom(n)
+        return False
+
+    def guard(self, stream: Stream) -> None:
+        """As ``Planes`` has it; an append notes its own checks."""
+
+    # -- snapshots --------------------------------------------------------------------------------
+    def snapshot_plane(self, dev: KvDev) -> LatentPlaneSnapshot:
+        """Copy the whole state; see :func:`~memra_lowlevel.cache.latent_snapshot.take`."""
+        return latent_snapshot.take(self, dev)
+
+    def snapshot_tail(self, dev: KvDev) -> LatentTailCapture:
+        """Copy what further rows would destroy; ``snapshot_plane_at`` completes it later."""
+        return latent_snapshot.take_tail(self, dev)
+
+    def snapshot_plane_at(self, dev: KvDev, cap: LatentTailCapture) -> LatentPlaneSnapshot:
+        """Complete a capture from the live layer, which has only grown since; consumes it."""
+        return latent_snapshot.complete(self, dev, cap)
+
+    def validate_restore(self, snap: LatentPlaneSnapshot, max_ctx: int) -> None:
+        """Refuse a snapshot that does not fit; touches no device."""
+        latent_snapshot.validate(self, snap, max_ctx)
+
+    def restore_plane(self, dev: KvDev, snap: LatentPlaneSnapshot, max_ctx: int) -> None:
+        """Validate, then take over the state of a snapshot."""
+        self._alone("restore_plane")
+        latent_snapshot.validate(self, snap, max_ctx)
+        latent_snapshot.restore(self, dev, snap)
+        self.lengths.set(dev.stream, snap.len)
+
+    # -- end --------------------------------------------------------------------------------------
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the planes and keys."""
+        held = (self.rows, self.index_rows, self.index_pool_keys)
+        return sum(b.n_bytes for b in held if b is not None)
+
+    def describe(self) -> dict[str, Any]:
+        """Return geometry, bytes and lengths."""
+        return {
+            "name": self.name,
+            "width": self.width,
+            "format": self.format.name,
+            "rows": self.max_ctx,
+            "bytes": self.n_bytes,
+            "len": self.len,
+            "index_width": self.index_width,
+            "index_ring_rows": self.index_ring_rows,
+            "index_pool": self.tail.pool,
+            "index_pools_ready": self.tail.ready,
+        }
+
+    def close(self) -> None:
+        """Free planes and keys; idempotent."""
+        for buffer in (self.rows, self.index_rows, self.index_pool_keys):
+            if buffer is not None:
+                buffer.close()
+        if self._arena is not None:
+            self._workspace.close()
+            self._arena.close()
+
+    # -- inside -----------------------------------------------------------------------------------
+    @property
+    def _plane(self) -> Buffer:
+        return self.rows.view(0, (self.rows.n_bytes,), np.uint8)
+
+    def _fix_pool(self, stream: Stream, pool: int | None) -> None:
+        if self.tail.pool == 0 and pool is None:
+            raise PlaneError(
+                f"{self.name}.append: the rows per key are not known; give pool=, index_pool= or "
+                "call prepare_index"
+            )
+        if pool is not None and pool != self.tail.pool:
+            from .kvdev import StreamKvDev
+
+            self.prepare_index(StreamKvDev(self.device, stream), pool)
+
+    def _check_index_rows(self, n: int, index: Buffer | None, ape: Buffer | None) -> None:
+        if (index is not None) != (self.index_width > 0):
+            raise PlaneError(
+                f"{self.name}.append: "
+                + (
+                    "index rows are given, but the layer has no index plane (index_width 0)"
+                    if index is not None
+                    else "index rows are missing; both planes have one length"
+                )
+            )
+        if index is None:
+            return
+        if ape is None or index.shape != (n, self.index_width):
+            raise PlaneError(
+                f"{self.name}.append: index must be f32 [{n}, {self.index_width}] and ape given, "
+                f"got {list(index.shape)}"
+            )
+
+    def _alone(self, action: str) -> None:
+        if self._arena is None:
+            raise PlaneError(
+                f"{self.name}.{action}: the layer shares its counters with a group of planes; "
+                f"call {action} of the group, so that all of them move together"
+            )
+
+
+def check_geometry(
+    max_ctx: int,
+    width: int,
+    index_width: int,
+    index_ring_rows: int | None,
+    index_pool: int | None,
+    format: Format,
+    name: str,
+) -> None:
+    """Refuse what no latent plane can be."""
+    if width < 1 or index_width < 0 or index_width % 2 or not 1 <= max_ctx <= MAX_ROWS:
+        raise PlaneError(
+            f"{name}: width {width} must be at least 1, index_width {index_width} even and not "
+            f"negative, and {max_ctx} rows lie in 1..{MAX_ROWS}"
+        )
+    if index_ring_rows is not None and index_ring_rows < 0:
+        raise PlaneError(f"{name}: index_ring_rows {index_ring_rows}; None for a flat plane")
+    latent_rows.check_format(format, width, name)
+    if index_pool is not None:
+        IndexTail.check_pool(index_pool, index_ring_rows or 0, name)
+
+
+def _part(buffer: Buffer, first: int, n: int, width: int | None = None) -> Buffer:
+    """Rows [first, first + n) of a buffer whose first axis is rows (or of ``width`` elements)."""
+    shape = buffer.shape[1:] if width is None else (width,)
+    row = buffer.dtype.itemsize * int(np.prod(shape))
+    return buffer.view(first * row, (n, *shape), buffer.dtype)
