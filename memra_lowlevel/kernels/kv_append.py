@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import ArgumentError, CapacityExceeded
-from ..formats import BLOCK, FORMATS, Format
+from ..formats import BLOCK, Format
 from ..runtime.launch import LaunchConfig, launch
 from . import registry
 from .registry import KernelSpec, Tolerance
@@ -226,8 +226,3 @@ def _refused(name: str, expected: str, got: str) -> ArgumentError:
         f"append: {name} must be {expected}, got {got}",
         kernel="append_kv", name=name, expected=expected, got=got,
     )  # fmt: skip
-
-
-def supported() -> tuple[tuple[Format, Format], ...]:
-    """Return all pairs (K, V): every format on either side."""
-    return tuple((k, v) for k in FORMATS.values() for v in FORMATS.values())

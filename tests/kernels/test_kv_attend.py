@@ -282,6 +282,48 @@ def test_sequences_of_a_table(stream):
     assert all(same(got[r], singles[r][0]) for r in range(5))
 
 
+def test_replayed_steps_equal_eager_ones(stream):
+    """One captured step (append, attend, count) replayed, against the same launches one by one."""
+    from memra_lowlevel.kernels import counters, kv_append
+
+    rng = np.random.default_rng(6)
+    rows = [[normal(rng, 1, 128), normal(rng, 1, 128), normal(rng, 1, 6, 64)] for _ in range(9)]
+    results = []
+    for captured in (False, True):
+        planes, _ = filled(stream, 2, 64, 140, seed=4, n=125)
+        planes.set_len(125)
+        k, v, q = (planes.upload(x) for x in rows[0])
+        out = planes.poisoned(6 * 64 * 4).view(0, (1, 6, 64), np.float32)
+        size = kv_attend.workspace_bytes(stream.device, 1, 6, 64, 140)
+        workspace = planes.poisoned(size).view(0, (size // 4,), np.float32)
+        formats = {"k_format": Q8_0, "v_format": Q5_1, "rows": 140, "len_d": planes.len_d}
+
+        def step(planes=planes, k=k, v=v, q=q, out=out, workspace=workspace, formats=formats):
+            kv_append.append(stream, k, v, planes.k, planes.v, **formats)
+            kv_attend.attend(
+                stream, q, planes.k, planes.v, out, n_kv_heads=2, head_dim=64,
+                workspace=workspace, **formats,
+            )  # fmt: skip
+            counters.add_counters(stream, planes.len_d, 1)
+
+        graph = None
+        if captured:
+            with stream.capture("step") as recorded:
+                step()
+            graph = recorded.instantiate()
+        outs = []
+        for new in rows:
+            for buffer, x in zip((k, v, q), new, strict=True):
+                buffer.copy_from(stream, x)
+            graph.launch(stream) if graph else step()
+            outs.append(out.to_numpy(stream).copy())
+        results.append([*outs, *planes.bytes(), planes.len_d.to_numpy(stream)])
+        if graph:
+            graph.close()
+    assert all(same(a, b) for a, b in zip(*results, strict=True))
+    assert results[0][-1] == 134
+
+
 def test_refusals(stream):
     planes, rng = filled(stream, 2, 64, 50)
     planes.set_len(40)
