@@ -200,7 +200,7 @@ def naive(
     return acc, np.concatenate([np.zeros(offset, np.float32), p])
 
 
-@settings(max_examples=int(70 * SCALE), deadline=None)
+@settings(max_examples=int(150 * SCALE), deadline=None)
 @given(st.data())
 def test_laws(data):
     """Group = head loop = masked full rows = NumPy = every instruction set, bit for bit."""
