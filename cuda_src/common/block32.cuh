@@ -187,44 +187,38 @@ struct BlockScale {
     bool poison;  // an element or the scale is not finite
 };
 
+// What a run of elements contributes to the scale. Runs are joined in a tree, the left one before the
+// right one, so that of equal elements the first is kept and no long chain of comparisons is waited for.
+struct Extremes {
+    float low, high;   // of equal minima the first, which decides the sign of a zero
+    float attained;    // the element of largest magnitude, of equal ones the first
+    bool nan;
+};
+
+__device__ __forceinline__ Extremes join(const Extremes& a, const Extremes& b) {
+    return {b.low < a.low ? b.low : a.low, b.high > a.high ? b.high : a.high,
+            fabsf(b.attained) > fabsf(a.attained) ? b.attained : a.attained, a.nan || b.nan};
+}
+__device__ __forceinline__ Extremes extremes(float x) { return {x, x, x, x != x}; }
+__device__ __forceinline__ Extremes extremes(const float4& v) {
+    return join(join(extremes(v.x), extremes(v.y)), join(extremes(v.z), extremes(v.w)));
+}
+
 template <int F>
 __device__ __forceinline__ BlockScale block_scale(const float4* x) {
+    const Extremes e = join(join(join(extremes(x[0]), extremes(x[1])), join(extremes(x[2]), extremes(x[3]))),
+                            join(join(extremes(x[4]), extremes(x[5])), join(extremes(x[6]), extremes(x[7]))));
     BlockScale s = {0.0f, 0.0f, 0.0f, false};
-    if constexpr (F == Q8_0 || F == Q4_0) {
-        uint32_t largest = 0;  // as an integer, so that NaN is above everything
-        float attained = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const float4 v = x[i];
-            const float values[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const uint32_t magnitude = __float_as_uint(values[j]) & 0x7FFFFFFFu;
-                if (F == Q4_0 && (magnitude > largest || i + j == 0)) attained = values[j];
-                largest = magnitude > largest ? magnitude : largest;
-            }
-        }
-        s.d = F == Q8_0 ? __uint_as_float(largest) / 127.0f : attained / -8.0f;
-        s.poison = largest >= 0x7F800000u;
-    } else if constexpr (F == Q5_1) {
-        float low = x[0].x, high = x[0].x;
-        bool nan = false;
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const float4 v = x[i];
-            const float values[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                low = values[j] < low ? values[j] : low;  // of equal ones the first: its zero's sign
-                high = values[j] > high ? values[j] : high;
-                nan |= values[j] != values[j];
-            }
-        }
-        s.m = low;
-        s.d = (high - low) / 31.0f;
-        s.poison = nan || !is_finite(s.d);
+    if constexpr (F == Q8_0) {
+        s.d = fabsf(e.attained) / 127.0f;
+    } else if constexpr (F == Q4_0) {
+        s.d = e.attained / -8.0f;
+    } else {
+        s.m = e.low;
+        s.d = (e.high - e.low) / 31.0f;
     }
     s.id = reciprocal_or_zero(s.d);
+    s.poison = e.nan || !is_finite(s.d);
     return s;
 }
 
