@@ -35,7 +35,7 @@ class HostImage:
     Attributes
     ----------
     path : Path
-        The library; ``str(path).encode()`` is the image that ``cuModuleLoadData`` of the host takes.
+        The library; ``str(path).encode()`` is the image that the host's ``cuModuleLoadData`` takes.
     entries : dict of str to str
         Symbol of each name expression and of each plain kernel of the file. On the host they are
         the same text.
@@ -76,7 +76,7 @@ def compile_host(
     source : Path or str
         A path, or the text of a source (a ``str`` with a line break).
     name_expressions : sequence of str
-        Kernels to export, e.g. ``"attend<128>"``. Kernels that are no templates are exported anyway.
+        Kernels to export, e.g. ``"attend<128>"``; those that are no templates are exported anyway.
     include_dirs : sequence of path
         Searched after the file's own folder; the folder of ``common/`` must be among them.
     defines : mapping
@@ -127,10 +127,11 @@ def compile_host(
                 [*flags, *search, "-c", str(unit_path), "-o", str(object_path)],
             )
             link = ["-fsanitize=address"] if sanitize == "address" else []
-            # Symbols of the sanitisers' hooks come from the runtime, not from their own libraries.
+            # Symbols of the sanitisers' hooks come from the runtime, not from their own libraries
+            # (zig adds its own unless it is told to optimise).
             run_compiler(
                 compiler,
-                ["-shared", *link, str(object_path), str(runtime), "-o", str(out), "-lm"],
+                ["-shared", "-O2", *link, str(object_path), str(runtime), "-o", str(out), "-lm"],
             )
         finally:
             unit_path.unlink(missing_ok=True)

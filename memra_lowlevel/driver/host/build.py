@@ -1,8 +1,9 @@
 """Building of C++ for the host device: which compiler, which flags, and an atomic user cache.
 
-Everything that is built lies under its content key, so a stale library can never be loaded. Libraries
-are published by rename, carry their own checksum and are rebuilt, with one log line, when they are
-damaged. Any number of processes may build at once; a killed one leaves nothing that blocks others.
+Everything that is built lies under its content key, so a stale library can never be loaded.
+Libraries are published by rename, carry their own checksum and are rebuilt, with one log line, when
+they are damaged. Any number of processes may build at once; a killed one leaves nothing that blocks
+others.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def _find_compiler(cxx: str, path: str) -> Compiler:
 
 @functools.lru_cache(maxsize=1)
 def cpu_flags() -> tuple[str, ...]:
-    """Flags for instructions that this CPU has: they change speed, never bits."""
+    """Return flags for instructions that this CPU has: they change speed, never bits."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return ()
     try:

@@ -92,9 +92,7 @@ def mutations(source: Path, names: Iterable[str] | None = None) -> list[Mutation
         Which operations to remove; by default ``__syncthreads``, ``__syncwarp``, ``cp_async_wait``
         and ``cp_async_wait_all`` (``__threadfence`` is known too).
     """
-    wanted = set(
-        names or ("__syncthreads", "__syncwarp", "cp_async_wait", "cp_async_wait_all")
-    )
+    wanted = set(names or ("__syncthreads", "__syncwarp", "cp_async_wait", "cp_async_wait_all"))
     text = flatten(source)
     blank = _COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), text)
     found = []
@@ -108,9 +106,8 @@ def mutations(source: Path, names: Iterable[str] | None = None) -> list[Mutation
 
 
 def _place(text: str, at: int) -> tuple[str, int]:
-    last = None
-    for last in re.finditer(r'^#line (\d+) "([^"]+)"$', text[:at], re.M):
-        pass
+    found = list(re.finditer(r'^#line (\d+) "([^"]+)"$', text[:at], re.M))
+    last = found[-1] if found else None
     if last is None:
         return "source.cu", text.count("\n", 0, at) + 1
     return last.group(2), int(last.group(1)) - 1 + text.count("\n", last.end(), at)

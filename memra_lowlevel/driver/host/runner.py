@@ -1,7 +1,7 @@
 """The host runtime through ctypes: loading kernel files, device memory, running launches.
 
 This is the lowest layer of the host device. It knows no streams and no contexts: :func:`run` runs a
-launch to its end on the calling thread (and ``workers - 1`` others), one launch at a time per process.
+launch to its end on the calling thread (and ``workers - 1`` others), one at a time per process.
 All pointers are real addresses. Memory from :func:`alloc` ends at a guard page and starts as 0xFF
 bytes. Whoever writes such memory from outside a kernel tells :func:`note_write` (or uses
 :func:`copy_in`, :func:`fill`, :func:`copy`), or check mode takes the bytes for uninitialised.
@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import shutil
-import subprocess
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ... import errors
-from .build import RUNTIME, Sanitizer, runtime_library
+from .build import Sanitizer, runtime_library
+from .quick import quick
+from .reports import Failure, translate
 
 __all__ = [
     "Order",
@@ -50,24 +49,6 @@ Order = Literal["forward", "reverse", "random"]
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 MAX_SHARED_BYTES = 227 * 1024
 Dim = int | tuple[int, ...]
-
-
-class _Failure(ctypes.Structure):
-    _fields_ = (
-        ("kind", ctypes.c_int32),
-        ("line", ctypes.c_int32),
-        ("block", ctypes.c_uint32 * 3),
-        ("thread", ctypes.c_uint32 * 3),
-        ("message", ctypes.c_char * 1024),
-        ("kernel", ctypes.c_char * 256),
-        ("file", ctypes.c_char * 512),
-        ("module", ctypes.c_char * 512),
-        ("pc", ctypes.c_uint64),
-        ("other_pc", ctypes.c_uint64),
-        ("other_block", ctypes.c_uint32 * 3),
-        ("other_thread", ctypes.c_uint32 * 3),
-        ("address", ctypes.c_uint64),
-    )
 
 
 class _Options(ctypes.Structure):
@@ -117,7 +98,7 @@ def _process_sanitizer() -> Sanitizer | None:
     return "address" if hasattr(ctypes.CDLL(None), "__asan_init") else None
 
 
-# ---- memory ----------------------------------------------------------------------------------------
+# ---- memory ------------------------------------------------------------------------------------
 
 
 def alloc(n_bytes: int, align: int = 16) -> int:
@@ -236,7 +217,7 @@ def fill(ptr: int, byte: int, n_bytes: int) -> None:
     note_write(ptr, n_bytes)
 
 
-# ---- modules ---------------------------------------------------------------------------------------
+# ---- modules -----------------------------------------------------------------------------------
 
 
 def load(path: str | Path | bytes) -> int:
@@ -306,17 +287,8 @@ def static_shared_bytes(func: int) -> int:
     return int(runtime().memra_function_shared_bytes(func))
 
 
-# ---- launches --------------------------------------------------------------------------------------
+# ---- launches ----------------------------------------------------------------------------------
 
-_ERRORS: dict[int, type[errors.HostCheckError]] = {
-    1: errors.OutOfBounds,
-    2: errors.DataRace,
-    3: errors.BarrierDivergence,
-    4: errors.UninitialisedRead,
-    5: errors.Deadlock,
-    6: errors.HostCheckError,
-    8: errors.OutOfBounds,
-}
 _Dim3 = ctypes.c_uint32 * 3
 
 
@@ -368,55 +340,13 @@ def run(
         The launch was refused; nothing ran.
     """
     options = _Options(ORDERS[order], workers, seed & 0xFFFFFFFFFFFFFFFF, strict, check)
-    failure = _Failure()
+    failure = Failure()
     kind = runtime().memra_run(
         func, _dim3(grid), _dim3(block), shared_bytes, params_address,
         ctypes.byref(options), ctypes.byref(failure),
     )  # fmt: skip
     if kind:
-        raise _translate(failure)
-
-
-def _translate(f: _Failure) -> errors.MemraError:
-    message = f.message.decode(errors="replace")
-    kernel = f.kernel.decode(errors="replace")
-    if f.kind == 7:
-        return errors.LaunchLimit(f"launch of {kernel}: {message}", what=message)
-    where = f"{f.file.decode(errors='replace')}:{f.line}" if f.line else ""
-    if not where and f.pc:
-        where = locate(f.module.decode(errors="replace"), f.pc)
-    block, thread = tuple(f.block), tuple(f.thread)
-    at = f" at {where}" if where else ""
-    other = locate(f.module.decode(errors="replace"), f.other_pc) if f.other_pc else ""
-    if other:
-        message += f" (the other access: {other})"
-    return _ERRORS[f.kind](
-        f"kernel {kernel}, block {block}, thread {thread}{at}: {message}",
-        kernel=kernel, block=block, thread=thread, where=where,
-    )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=256)
-def locate(module: str, offset: int) -> str:
-    """Source place (``file:line``) of an offset into a library; empty without ``addr2line``."""
-    tool = shutil.which("addr2line") or shutil.which("llvm-addr2line")
-    if tool is None or not module:
-        return ""
-    try:
-        answer = subprocess.run(
-            [tool, "-i", "-e", module, hex(offset)], capture_output=True, timeout=20, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    # Innermost first; what the runtime's headers inline is not what a reader wants to see.
-    for line in answer.stdout.decode(errors="replace").splitlines():
-        path, _, number = line.split(" (")[0].rpartition(":")
-        if number.isdigit() and number != "0" and RUNTIME not in Path(path).parents:
-            return f"{path if Path(path).exists() else Path(path).name}:{number}"
-    return ""
-
-
-# ---- a convenience for kernel authors --------------------------------------------------------------
+        raise translate(failure)
 
 
 def cuda_src() -> Path:
@@ -426,91 +356,3 @@ def cuda_src() -> Path:
         if (candidate / "common" / "device.cuh").is_file():
             return candidate
     raise errors.HeaderNotFound("cuda_src/common/device.cuh was not found", name="device.cuh")
-
-
-def quick(
-    source_file: str | Path,
-    name_expr: str,
-    defines: Mapping[str, object] | None = None,
-    *,
-    include_dirs: Sequence[str | Path] = (),
-    check: bool = False,
-    sanitize: Sanitizer | None = None,
-) -> Callable[..., None]:
-    """Compile a kernel and return a function that runs it on NumPy arrays.
-
-    Parameters
-    ----------
-    source_file : path or str
-        A path (relative ones are looked up in ``cuda_src`` too), or a source text.
-    name_expr : str
-        Kernel name, or name expression such as ``"attend<128>"``.
-    defines : mapping, optional
-
-    Returns
-    -------
-    callable
-        ``f(grid, block, shared_bytes, *args, order=, seed=, workers=, check=, strict=)``. An array
-        is passed as a guarded copy and copied back, also when the launch fails; ``None`` is a null
-        pointer; everything else must be a NumPy scalar of the parameter's size.
-
-    Examples
-    --------
-    >>> scale = quick("demo.cu", "scale<4>")                       # doctest: +SKIP
-    >>> scale(8, 128, 0, x, np.float32(2), np.int32(x.size))       # doctest: +SKIP
-    """
-    from ...compile.hostcxx import compile_host
-
-    source: str | Path = source_file
-    if isinstance(source_file, Path) or "\n" not in source_file:
-        source = Path(source_file)
-        if not source.is_file():
-            source = cuda_src() / source_file
-    image = compile_host(source, [name_expr], [*include_dirs, cuda_src()], defines, check, sanitize)
-    func = get_function(load(image.path), name_expr)
-    sizes = param_sizes(func)
-
-    def call(grid: Dim, block: Dim, shared_bytes: int, *args: Any, **options: Any) -> None:
-        if len(args) != len(sizes):
-            raise errors.ArgumentError(
-                f"{name_expr} takes {len(sizes)} arguments, got {len(args)}", kernel=name_expr
-            )
-        options.setdefault("check", check)
-        if options["check"]:
-            enable_check()
-        values: list[Any] = []
-        buffers: dict[int, tuple[npt.NDArray[Any], int]] = {}
-        try:
-            for i, (arg, size) in enumerate(zip(args, sizes, strict=True)):
-                if arg is None or isinstance(arg, np.ndarray):
-                    value = 0
-                    if arg is not None:
-                        if not arg.flags.c_contiguous:
-                            raise errors.ArgumentError(
-                                f"{name_expr}: array {i} is not C-contiguous", index=i
-                            )
-                        if id(arg) not in buffers:
-                            buffers[id(arg)] = (arg, alloc(arg.nbytes))
-                            copy_in(buffers[id(arg)][1], arg)
-                        value = buffers[id(arg)][1]
-                    data = value.to_bytes(8, "little")
-                else:
-                    data = np.generic.tobytes(arg)
-                if len(data) != size:
-                    raise errors.ArgumentError(
-                        f"{name_expr}: argument {i} has {len(data)} bytes, the kernel wants {size}",
-                        kernel=name_expr, index=i, expected=str(size), got=str(len(data)),
-                    )  # fmt: skip
-                values.append(ctypes.create_string_buffer(data, size))
-            pointers = (ctypes.c_void_p * max(1, len(values)))(*map(ctypes.addressof, values))
-            try:
-                run(func, grid, block, shared_bytes, ctypes.addressof(pointers), **options)
-            finally:
-                for array, ptr in buffers.values():
-                    if array.flags.writeable:
-                        copy_out(array, ptr)
-        finally:
-            for _, ptr in buffers.values():
-                free(ptr)
-
-    return call

@@ -59,9 +59,13 @@ def test_neighbouring_bytes_are_no_race_and_the_same_byte_is(kernel):
         every_order(kernel, BYTES, "twice", cells(I32(k)), want)
     every_order(kernel, BYTES, "halves", lambda: (1, 32, 0, np.zeros(32, np.uint16)), "DataRace")
     for k, want in ((0, "DataRace"), (3, "DataRace"), (4, "clean"), (7, "clean")):
-        every_order(kernel, BYTES, "words", lambda k=k: (1, 2, 0, np.zeros(2, np.uint32), I32(k)), want)
+        every_order(
+            kernel, BYTES, "words", lambda k=k: (1, 2, 0, np.zeros(2, np.uint32), I32(k)), want
+        )
     for k, want in ((2, "clean"), (3, "DataRace"), (6, "DataRace"), (7, "clean")):
-        every_order(kernel, BYTES, "unaligned", lambda k=k: (1, 2, 0, np.zeros(8, U8), I32(k)), want)
+        every_order(
+            kernel, BYTES, "unaligned", lambda k=k: (1, 2, 0, np.zeros(8, U8), I32(k)), want
+        )
 
 
 SHARED = """
@@ -180,7 +184,8 @@ def test_blocks_are_not_ordered(kernel):
         kernel, BLOCKS, "histogram", lambda: (3, 64, 0, np.zeros(3, np.uint32), I32(2)), "DataRace"
     )
     every_order(
-        kernel, BLOCKS, "reading", lambda: (2, 64, 0, np.zeros(1, np.uint32), np.zeros(2, np.uint32)),
+        kernel, BLOCKS, "reading",
+        lambda: (2, 64, 0, np.zeros(1, np.uint32), np.zeros(2, np.uint32)),
         "DataRace",
     )  # fmt: skip
 
@@ -292,7 +297,8 @@ def test_atomics_with_fences_order_threads(kernel, fence, after):
     defines = {"FENCE": fence, "FENCE_AFTER": after}
     good = fence != "(void)0" and after != "(void)0"
     every_order(
-        kernel, HAND_OVER, "hand_over", lambda: (1, 64, 0, np.zeros(2, I32), np.zeros(1, np.uint32)),
+        kernel, HAND_OVER, "hand_over",
+        lambda: (1, 64, 0, np.zeros(2, I32), np.zeros(1, np.uint32)),
         "clean" if good else "DataRace", defines,
     )  # fmt: skip
     # Within a block a fence of the block is enough; between blocks it is not.
@@ -427,7 +433,7 @@ def test_uninitialised_shared_memory(kernel, name):
 BOUNDS = """
 KERNEL void device(uint8_t* a, int n) { a[n] = 1; }
 KERNEL void fixed(float* out, int n) { __shared__ float s[10]; s[n] = 1; out[0] = s[n]; }
-KERNEL void pointed(float* out, int n) { __shared__ float s[10]; float* p = s; p[n] = 1; out[0] = p[n]; }
+KERNEL void pointed(float* o, int n) { __shared__ float s[10]; float* p = s; p[n] = 1; *o = p[n]; }
 KERNEL void other(float* out, int n) { __shared__ float t[64]; t[n] = 1; out[0] = t[n]; }
 KERNEL void dynamic(uint8_t* out, int n) { DYN_SMEM(uint8_t, s); s[n] = 1; out[0] = s[n]; }
 KERNEL void vector(float* x, int n) { float4 v = *reinterpret_cast<float4*>(x + n); x[0] = v.y; }
@@ -468,7 +474,9 @@ def test_shifts_by_the_width_are_reported(kernel):
 
 def test_host_memory_is_no_device_memory(kernel):
     x = np.zeros(16, U8)
-    run = kernel("KERNEL void host(uint64_t at) { *reinterpret_cast<int*>(at) = 1; }", "host", check=True)
+    run = kernel(
+        "KERNEL void host(uint64_t at) { *reinterpret_cast<int*>(at) = 1; }", "host", check=True
+    )
     got, error = verdict(run, 1, 1, 0, np.uint64(x.ctypes.data))
     assert got == "OutOfBounds" and "which is no device memory" in str(error) and not x.any()
 
@@ -487,7 +495,8 @@ def test_reports_name_both_places(kernel):
 
 
 def test_memory_of_unchecked_launches_counts_as_initialised(kernel):
-    body = "KERNEL void put(float* x) { x[threadIdx.x] = 1; }\nKERNEL void get(float* x) { x[0] += x[9]; }"
+    body = """KERNEL void put(float* x) { x[threadIdx.x] = 1; }
+    KERNEL void get(float* x) { x[0] += x[9]; }"""
     plain, checked = kernel(body, "put"), kernel(body, "get", check=True)
     runner.enable_check()
     ptr = runner.alloc(64)

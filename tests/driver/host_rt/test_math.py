@@ -7,8 +7,9 @@ import pytest
 
 F32 = np.float32
 SPECIAL = np.array(
-    [0.0, -0.0, 1.5, -2.5, 0.5, 2.5, 3.5, np.inf, -np.inf, np.nan, 1e-40, -1e-45, 3e38, 2147483647.0,
-     2147483648.0, -2147483648.0, -2147483904.0, 4294967040.0, 4294967296.0, 16777217.0],
+    [0.0, -0.0, 1.5, -2.5, 0.5, 2.5, 3.5, np.inf, -np.inf, np.nan, 1e-40, -1e-45, 3e38,
+     2147483647.0, 2147483648.0, -2147483648.0, -2147483904.0,
+     4294967040.0, 4294967296.0, 16777217.0],
     F32,
 )  # fmt: skip
 
@@ -23,7 +24,8 @@ def apply(kernel, expression, out_type, *columns, declare=""):
     )
     reads = "".join(f"const auto {n} = {n}_[i]; " for n in names)
     body = (
-        f"{declare}\nKERNEL void apply({parameters}{types[np.dtype(out_type).name]}* out, int n) {{\n"
+        f"{declare}\nKERNEL void apply({parameters}{types[np.dtype(out_type).name]}* out, "
+        f"int n) {{"
         f"  const int i = blockIdx.x * blockDim.x + threadIdx.x;\n  if (i >= n) return;\n"
         f"  {reads}out[i] = {expression};\n}}\n"
     )
@@ -36,7 +38,9 @@ def apply(kernel, expression, out_type, *columns, declare=""):
 @pytest.fixture
 def words():
     rng = np.random.default_rng(3)
-    edges = np.array([0, 1, 2, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0x00FF00FF, 0x12345678], np.uint32)
+    edges = np.array(
+        [0, 1, 2, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0x00FF00FF, 0x12345678], np.uint32
+    )
     many = rng.integers(0, 1 << 32, 4000, dtype=np.uint64).astype(np.uint32)
     return np.concatenate([edges, many])
 
@@ -82,9 +86,16 @@ def test_dp4a(kernel, words):
 def test_conversions_saturate_and_nan_is_zero(kernel, words):
     x = np.concatenate([SPECIAL, words.view(F32)])
     with np.errstate(invalid="ignore"):
-        for name, rounding in (("rn", np.rint), ("rz", np.trunc), ("rd", np.floor), ("ru", np.ceil)):
+        for name, rounding in (
+            ("rn", np.rint),
+            ("rz", np.trunc),
+            ("rd", np.floor),
+            ("ru", np.ceil),
+        ):
             got = apply(kernel, f"__float2int_{name}(a)", np.int32, x)
-            want = np.nan_to_num(np.clip(rounding(x.astype(float)), -(2.0**31), 2.0**31 - 1), nan=0.0)
+            want = np.nan_to_num(
+                np.clip(rounding(x.astype(float)), -(2.0**31), 2.0**31 - 1), nan=0.0
+            )
             np.testing.assert_array_equal(got, want.astype(np.int64))
         for name, rounding in (("rn", np.rint), ("rz", np.trunc)):
             got = apply(kernel, f"__float2uint_{name}(a)", np.uint32, x)
@@ -135,7 +146,8 @@ def test_fmaf_is_right_without_the_instruction(kernel, monkeypatch):
     ("expression", "want"),
     [
         ("sqrtf(a)", np.sqrt), ("__fsqrt_rn(a)", np.sqrt), ("1.f / a", lambda x: F32(1) / x),
-        ("fabsf(a)", np.abs), ("floorf(a)", np.floor), ("ceilf(a)", np.ceil), ("truncf(a)", np.trunc),
+        ("fabsf(a)", np.abs), ("floorf(a)", np.floor), ("ceilf(a)", np.ceil),
+        ("truncf(a)", np.trunc),
         ("rintf(a)", np.rint), ("copysignf(3.f, a)", lambda x: np.copysign(F32(3), x)),
         ("__uint_as_float(__float_as_uint(a))", lambda x: x),
         ("__saturatef(a)", lambda x: np.where(np.isnan(x), F32(0), np.clip(x, 0, 1))),

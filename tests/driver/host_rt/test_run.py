@@ -214,7 +214,6 @@ def test_atomics_lose_nothing(kernel, workers):
     kernel(ATOMICS, "atomics")(8, 96, 0, u, s, f, w, d, workers=workers)
     assert list(u[:6]) == [3 * n, n % 7, (4 - n) % 5, 0xFFFFFFFF, 0xFFFFFF80,
                            np.bitwise_xor.reduce(np.arange(n))]  # fmt: skip
-    assert workers > 1 or u[6] == n
     assert u[7] + u[8] == n * (n + 1) // 2  # every value was handed on exactly once
     assert list(s) == [n - 1 - 500, 500 - (n - 1), -2 * n]
     assert (f[0], d[0], w[0]) == (n * 0.5, n * 0.25, n << 33)
@@ -309,8 +308,10 @@ def test_static_shared_memory_of_a_kernel_is_known():
 
     text = (
         '#include "common/device.cuh"\n'
-        "KERNEL void a(int* o) { __shared__ int s[10]; s[o[0]] = 1; __syncthreads(); o[1] = s[o[0]]; }\n"
-        "template <int N> __global__ void b(int* o) { __shared__ double s[N]; __shared__ int t[2];\n"
+        "KERNEL void a(int* o) { __shared__ int s[10]; s[o[0]] = 1; __syncthreads();"
+        " o[1] = s[o[0]]; }\n"
+        "template <int N> __global__ void b(int* o) { __shared__ double s[N];"
+        " __shared__ int t[2];\n"
         "  s[o[0]] = 1; t[o[0]] = 2; __syncthreads(); o[1] = s[o[1]] + t[o[0]]; }\n"
     )
     module = runner.load(compile_host(text, ["b<3>"], [runner.cuda_src()]).path)

@@ -82,12 +82,17 @@ print("not reached")
 """
 
 
-@pytest.mark.parametrize(("case", "says"), [(0, "global-buffer-overflow"), (1, "stack-buffer-overflow")])
+@pytest.mark.parametrize(
+    ("case", "says"), [(0, "global-buffer-overflow"), (1, "stack-buffer-overflow")]
+)
 def test_address_sanitizer_in_a_process_of_its_own(case, says):
     compiler = build.find_compiler()
     assert compiler.kind == "gcc" and shutil.which("c++")
     library = subprocess.run(
-        [*compiler.command, "-print-file-name=libasan.so"], capture_output=True, check=True, text=True
+        [*compiler.command, "-print-file-name=libasan.so"],
+        capture_output=True,
+        check=True,
+        text=True,
     ).stdout.strip()
     environment = {
         **__import__("os").environ,

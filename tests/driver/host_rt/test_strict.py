@@ -31,18 +31,21 @@ def good(kernel):
       __shared__ int s[32];
       s[threadIdx.x] = 100;
       __syncthreads();
-      out[blockIdx.x * 32 + threadIdx.x] = s[31 - threadIdx.x] + __shfl_sync(FULL_MASK, blockIdx.x, 3);
+      const int b = __shfl_sync(FULL_MASK, blockIdx.x, 3);
+      out[blockIdx.x * 32 + threadIdx.x] = s[31 - threadIdx.x] + b;
     }"""
     GOOD[:] = [kernel(body, "good")]
 
 
 @pytest.mark.parametrize(("order", "seed"), ORDERS)
 def test_write_past_the_end_of_a_buffer(kernel, order, seed):
-    body = "KERNEL void past(float* x, int n) { const int i = blockIdx.x * 32 + threadIdx.x;\n  x[i] = 1; }"
+    body = """KERNEL void past(float* x, int n) { const int i = blockIdx.x * 32 + threadIdx.x;
+    x[i] = 1; }"""
     x = np.zeros(96, np.float32)
     error = fails(
         kernel(body, "past"), errors.OutOfBounds, 4, 32, 0, x, np.int32(0),
-        order=order, seed=seed, match=r"write out of bounds: offset (384|508|\d+) of a buffer of 384",
+        order=order, seed=seed,
+        match=r"write out of bounds: offset (384|508|\d+) of a buffer of 384",
     )  # fmt: skip
     assert error.kernel == "past" and error.block == (3, 0, 0) and len(error.thread) == 3
     assert error.where == f"source.cu:{LINE + 2}"
@@ -52,7 +55,17 @@ def test_read_before_the_begin_and_of_null(kernel):
     body = "KERNEL void before(float* x, const float* NULLABLE y, int n) { x[0] = (y ? y : x)[n]; }"
     run = kernel(body, "before")
     x = np.zeros(1024, np.float32)
-    fails(run, errors.OutOfBounds, 1, 1, 0, x, None, np.int32(-1), match="offset -4 of a buffer of 4096")
+    fails(
+        run,
+        errors.OutOfBounds,
+        1,
+        1,
+        0,
+        x,
+        None,
+        np.int32(-1),
+        match="offset -4 of a buffer of 4096",
+    )
     body = "KERNEL void null(float* x, const float* y) { x[0] = y[2]; }"
     fails(kernel(body, "null"), errors.OutOfBounds, 1, 1, 0, x, None, match="a null pointer")
 
@@ -91,7 +104,8 @@ def test_dynamic_shared_memory_ends_at_a_guard_page(kernel):
 DIVERGENT = {
     "two barriers": (
         "if (threadIdx.x < 40)\n __syncthreads();\n else\n __syncthreads();",
-        errors.BarrierDivergence, r"__syncthreads of source.cu:\d+, thread \(\d+, 0, 0\) waits at the one",
+        errors.BarrierDivergence,
+        r"__syncthreads of source.cu:\d+, thread \(\d+, 0, 0\) waits at the one",
     ),
     "two barriers on one line": (
         "if (threadIdx.x < 40) __syncthreads(); else __syncthreads();",
@@ -109,7 +123,8 @@ DIVERGENT = {
         errors.BarrierDivergence, r"no thread of the block can go on: threads .* at __syncthreads",
     ),
     "lane outside its mask": (
-        "__syncwarp(0xffff);", errors.BarrierDivergence, "lane 1[6-9]|lane [23]. calls .* 0x0000ffff",
+        "__syncwarp(0xffff);", errors.BarrierDivergence,
+        "lane 1[6-9]|lane [23]. calls .* 0x0000ffff",
     ),
     "mixed operations": (
         "if (threadIdx.x % 2) __syncwarp(); else x[0] = __ballot_sync(FULL_MASK, 1);",
@@ -124,7 +139,8 @@ DIVERGENT = {
         errors.BarrierDivergence, "reads a lane that does not take part",
     ),
     "asynchronous copy never waited for": (
-        "__shared__ float s[64];\n cp_async<4>(s + threadIdx.x, x + threadIdx.x); cp_async_commit();",
+        "__shared__ float s[64];\n cp_async<4>(s + threadIdx.x, x + threadIdx.x); "
+        "cp_async_commit();",
         errors.DataRace, "in flight",
     ),
     "misaligned asynchronous copy": (

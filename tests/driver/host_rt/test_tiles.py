@@ -9,8 +9,8 @@ import pytest
 from memra_lowlevel import errors
 
 TILE = """
-template <typename T, int K, int STEP> __device__ void fragments(const T* A, const T* B, uint32_t* a,
-                                                                 uint32_t* b) {
+template <typename T, int K, int STEP>
+__device__ void fragments(const T* A, const T* B, uint32_t* a, uint32_t* b) {
   const int g = threadIdx.x / 4, t = threadIdx.x % 4;
   auto word = [](const T* p) { return *reinterpret_cast<const uint32_t*>(p); };
   for (int i = 0; i < 4; ++i) a[i] = word(A + (g + (i & 1) * 8) * K + STEP * t + (i >> 1) * K / 2);
@@ -49,27 +49,41 @@ def test_float_tiles(kernel, name, dtype, check):
         b = rng.standard_normal((8, 16)).astype(dtype)
         c, d = rng.standard_normal((16, 8)).astype(np.float32), np.full((16, 8), np.nan, np.float32)
         run(1, 32, 0, a.view(np.uint16), b.view(np.uint16), c, d, order="random", seed=4)
-        np.testing.assert_array_equal(d, (c + a.astype(float) @ b.astype(float).T).astype(np.float32))
+        np.testing.assert_array_equal(
+            d, (c + a.astype(float) @ b.astype(float).T).astype(np.float32)
+        )
     a[3, 5] = np.inf
     a[4, 4] = np.nan
     run(1, 32, 0, a.view(np.uint16), b.view(np.uint16), c, d)
-    assert np.isinf(d[3]).all() and np.isnan(d[4]).all() and np.isfinite(np.delete(d, [3, 4], 0)).all()
+    assert (
+        np.isinf(d[3]).all() and np.isnan(d[4]).all() and np.isfinite(np.delete(d, [3, 4], 0)).all()
+    )
 
 
 def test_integer_tiles_are_exact_and_wrap(kernel):
     rng = np.random.default_rng(1)
-    a, b = rng.integers(-128, 128, (16, 32)).astype(np.int8), rng.integers(-128, 128, (8, 32)).astype(np.int8)
+    a, b = (
+        rng.integers(-128, 128, (16, 32)).astype(np.int8),
+        rng.integers(-128, 128, (8, 32)).astype(np.int8),
+    )
     d = np.full((16, 8), 9, np.int32)
     kernel(TILE, "s8", {"MMA": "mma_m16n8k16_f16"})(1, 32, 0, a, b, d)
     c = np.zeros((16, 8), np.int64)
     c[:8, 0::2], c[:8, 1::2], c[8:, 0::2], c[8:, 1::2] = 1, -2, 3, 0x7FFFFFFF
-    np.testing.assert_array_equal(d, (a.astype(np.int64) @ b.astype(np.int64).T + c).astype(np.int32))
+    np.testing.assert_array_equal(
+        d, (a.astype(np.int64) @ b.astype(np.int64).T + c).astype(np.int32)
+    )
 
 
 def test_a_tile_needs_the_whole_warp(kernel):
     with pytest.raises(errors.BarrierDivergence, match="all 32 lanes"):
         kernel(TILE, "s8", {"MMA": "mma_m16n8k16_f16"})(
-            1, 16, 0, np.zeros((16, 32), np.int8), np.zeros((8, 32), np.int8), np.zeros(128, np.int32)
+            1,
+            16,
+            0,
+            np.zeros((16, 32), np.int8),
+            np.zeros((8, 32), np.int8),
+            np.zeros(128, np.int32),
         )
 
 
