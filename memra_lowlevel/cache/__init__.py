@@ -24,6 +24,8 @@ from .index_ring import (
 )
 from .kv_layer import KvLayer
 from .kvdev import KvDev, StreamKvDev
+from .latent import LatentKvLayer
+from .latent_snapshot import LatentPlaneSnapshot, LatentTailCapture
 from .plan import (
     KvCache,
     LatentKvCache,
@@ -46,6 +48,7 @@ from .policy import (
     swa_ring_on,
     wkv_on,
 )
+from .prefix import CachePrefix
 from .recurrent import RecurLayer
 from .ring import (
     PRIME_CHUNK_MAX_TOKENS,
@@ -65,6 +68,7 @@ __all__ = [
     "SWA_REWIND_SLACK_ROWS",
     "Cache",
     "CacheOptions",
+    "CachePrefix",
     "CacheSnapshot",
     "DflashTapSink",
     "HcTapSink",
@@ -75,6 +79,9 @@ __all__ = [
     "KvRing",
     "KvRingAppend",
     "LatentKvCache",
+    "LatentKvLayer",
+    "LatentPlaneSnapshot",
+    "LatentTailCapture",
     "LayerPlan",
     "Lengths",
     "ModelPlan",

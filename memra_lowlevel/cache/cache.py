@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..closing import Closing
 from ..errors import PlaneError, RestoreRefused, RewindRefused, SnapshotRefused
+from . import prefix as prefixes
 from .group import CacheOptions, PlaneGroup
 from .kv_layer import KvLayer
+from .latent import LatentKvLayer
 from .plan import ModelPlan
 from .recurrent import RecurLayer
 from .snapshot import CacheSnapshot
@@ -16,12 +19,13 @@ if TYPE_CHECKING:
     from ..runtime import Buffer, Device, Stream
     from .kvdev import KvDev
     from .planes import Lengths
+    from .prefix import CachePrefix
     from .taps import DflashTapSink, HcTapSink
 
 __all__ = ["Cache"]
 
 
-class Cache:
+class Cache(Closing):
     """The planes of a model for one sequence, all of the same length.
 
     A cache is a set of ``Planes``: rounds and chains move it as a whole. Work that names a stream
@@ -33,7 +37,9 @@ class Cache:
         By layer; None where a layer has no KV plane of its own.
     recur : list of RecurLayer or None
         By layer.
-    latent, tp_kv, glm5_tp_recur, glm5_tp_latent_peer : list of None
+    latent : list of LatentKvLayer or None
+        By layer.
+    tp_kv, glm5_tp_recur, glm5_tp_latent_peer : list of None
         By layer; not built by this class.
     max_ctx : int
     tainted : bool
@@ -154,7 +160,9 @@ class Cache:
         self.recur: list[RecurLayer | None] = [
             next((g.recur[il] for g in groups if il in g.recur), None) for il in range(n_all)
         ]
-        self.latent: list[None] = [None] * n_all
+        self.latent: list[LatentKvLayer | None] = [
+            next((g.latent[il] for g in groups if il in g.latent), None) for il in range(n_all)
+        ]
         self.tp_kv: list[None] = [None] * n_all
         self.glm5_tp_recur: list[None] = [None] * n_all
         self.glm5_tp_latent_peer: list[None] = [None] * n_all
@@ -384,6 +392,7 @@ class Cache:
                     group.lengths.set(_on(stream, group), target, snap.slot + accept)
                 else:
                     group.lengths.set(_on(stream, group), target)
+                group.truncate_keys()
             self._replay = 0
             return 0
         for group in self.stages:
@@ -394,9 +403,39 @@ class Cache:
                 layer.conv_state.copy_from(on, conv)
                 layer.ssm_state.copy_from(on, ssm)
             group.lengths.set(on, target)
+            group.truncate_keys()
             group.anchor_at(snap.pos)
         self._replay = accept
         return accept
+
+    def verify_rollback(self, stream: Stream, saved: int, rows: int, keep: int) -> None:
+        """Keep the first ``keep`` of the ``rows`` rows that a verification put behind ``saved``.
+
+        Nothing at all is done when every row is kept, which is the common outcome.
+
+        Raises
+        ------
+        PlaneError
+            ``keep`` does not lie in 1..rows (the anchor row always stays), or the cache does not
+            hold ``saved + rows`` rows.
+        RewindRefused
+            Rows or states that are needed are gone. In all cases nothing has moved.
+        """
+        if not 1 <= keep <= rows or self.len != saved + rows:
+            raise PlaneError(
+                f"{self.name}.verify_rollback: keep {keep} of {rows} rows behind {saved}, the "
+                f"cache holds {self.len}; keep 1 to {rows}"
+            )
+        if keep < rows:
+            self.set_len(stream, saved + keep)
+
+    def snapshot_prefix(self, stream: Stream) -> CachePrefix:
+        """Copy the state of every layer; see :func:`~memra_lowlevel.cache.prefix.take`."""
+        return prefixes.take(self, stream)
+
+    def restore_prefix(self, stream: Stream, prefix: CachePrefix) -> None:
+        """Take over a copied state; every layer is validated before the first byte moves."""
+        prefixes.restore(self, stream, prefix)
 
     # -- as a whole -------------------------------------------------------------------------------
     def describe(self) -> dict[str, Any]:
@@ -459,6 +498,9 @@ class Cache:
                 f"{self.name}.rollback: to {snap.pos} + {accept} rows of {len(theirs)} layers, but "
                 f"the cache holds {self.len} rows of {len(mine)} layers"
             )
+        for latent in self.latent[: self.model.n_layer]:
+            if latent is not None:
+                latent.check_len(target)
         for layer in self.planes():
             if layer.ring is not None and not layer.ring.can_rewind_to(target):
                 raise RewindRefused(

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CaptureForbidden, PlaneError, RewindRefused
+from ..formats import F32, Format
 from . import policy
 from .accounting import layer_formats
 from .geometry import KvGeometry
+from .index_ring import index_ring_rows, index_ring_rows_for
 from .kv_layer import KvLayer
-from .plan import KvCache, ModelPlan, Recurrent, SlidingKvCache
+from .kvdev import StreamKvDev
+from .latent import LatentKvLayer, latent_bytes
+from .plan import KvCache, LatentKvCache, ModelPlan, Recurrent, SlidingKvCache
 from .planes import Lengths, Workspace
 from .recurrent import RecurLayer
 from .ring import PRIME_CHUNK_MAX_TOKENS, SWA_REWIND_SLACK_ROWS, KvRing, swa_ring_rows
@@ -36,6 +40,11 @@ class CacheOptions:
         Rows of a ring for one append, and kept for rewinds.
     round_rows : int
         Most rows of a round; recurrent layers keep a state for each.
+    index_ring : int or None
+        Rows of the ring under index rows, 0 for flat planes; None asks the door
+        ``MEMRA_DSA_INDEX_RING``.
+    latent_format : Format
+        Of latent rows.
     check : bool or None
         Refuse rows that are not finite before an eager append; None: on the host device.
     """
@@ -44,6 +53,8 @@ class CacheOptions:
     ring_chunk: int = PRIME_CHUNK_MAX_TOKENS
     ring_slack: int = SWA_REWIND_SLACK_ROWS
     round_rows: int = 16
+    index_ring: int | None = None
+    latent_format: Format = F32
     check: bool | None = None
 
 
@@ -55,7 +66,7 @@ class PlaneGroup:
     device : Device
     stream : Stream
         Where work goes that names no stream of this device.
-    kv, recur : dict of int to KvLayer or RecurLayer
+    kv, recur, latent : dict of int to KvLayer, RecurLayer or LatentKvLayer
         By layer.
     """
 
@@ -74,6 +85,7 @@ class PlaneGroup:
         ring_on = policy.swa_ring_on() if options.ring is None else options.ring
         kv: list[tuple[int, KvGeometry, int | None, KvRing | None]] = []
         recur: list[tuple[int, Recurrent]] = []
+        latent: list[tuple[int, LatentKvCache]] = []
         for il in layers:
             state = model.layers[il].state
             if isinstance(state, Recurrent):
@@ -89,14 +101,20 @@ class PlaneGroup:
                 geometry.check(device, max_ctx, window, ring)
                 kv.append((il, geometry, window, ring))
             else:
-                raise PlaneError(
-                    f"{name}: layer {il} is {state!r}; latent layers have planes of their own, "
-                    "LatentKvLayer"
-                )
-        self.items = _Items(kv, recur, max_ctx, options.round_rows)
+                latent.append((il, state))
+        index_ring = (
+            index_ring_rows(max_ctx)
+            if options.index_ring is None
+            else index_ring_rows_for(options.index_ring, max_ctx)
+        )
+        self.items = _Items(kv, recur, max_ctx, options.round_rows, len(latent))
+        for _, state in latent:
+            self.items.add_latent(
+                latent_bytes(state, max_ctx, index_ring, model.index_pool, options.latent_format)
+            )
         self._arena = device.arena(self.items.total, name=f"{name} planes")
         lengths = self.lengths = Lengths(
-            self._arena, stream, len(kv), max_ctx, n_slots=len(recur), name=name
+            self._arena, stream, len(kv) + len(latent), max_ctx, n_slots=len(recur), name=name
         )
         self.workspace = Workspace(device)
         self.kv = {
@@ -114,6 +132,18 @@ class PlaneGroup:
             )
             for index, (il, plan) in enumerate(recur)
         }  # fmt: skip
+        dev = StreamKvDev(device, stream)
+        self.latent: dict[int, LatentKvLayer] = {}
+        try:
+            for index, (il, state) in enumerate(latent, len(kv)):
+                self.latent[il] = LatentKvLayer(
+                    dev, max_ctx, state.width, state.index_width, index_ring, model.index_pool,
+                    lengths=lengths, index=index, workspace=self.workspace,
+                    format=options.latent_format, name=f"{name}.{il}",
+                )  # fmt: skip
+        except BaseException:
+            self.close()
+            raise
         # The slot counter of length L is anchor[1] + (L - anchor[0]) as far back as the anchor.
         self.anchor = (0, 0)
 
@@ -137,6 +167,8 @@ class PlaneGroup:
         self.lengths.counter.note_need(self.stream, n)
         for layer in self.kv.values():
             layer.check_headroom(n)
+        for latent in self.latent.values():
+            latent.check_headroom(n)
 
     def check_room(self, n: int) -> None:
         """Refuse unless ``n`` rows fit in every plane, rebases allowed; moves nothing."""
@@ -145,6 +177,8 @@ class PlaneGroup:
                 layer.check_headroom(n)
             else:
                 layer.ring.append_plan(self.len, layer.ring.retain_from(self.len), n)
+        for latent in self.latent.values():
+            latent.check_headroom(n)
 
     def prepare(self, stream: Stream, n: int) -> bool:
         """Make room for ``n`` rows; all planes are asked before any ring moves."""
@@ -160,12 +194,14 @@ class PlaneGroup:
                 call="advance",
             )
         self.lengths.advance(stream, n, 1 if scanned and self.recur else None)
+        self._settle(stream)
         if scanned and self.recur:
             self.anchor = (self.len, self.slot_counter)
 
     def moved(self, stream: Stream, n: int) -> None:
         """Book that a kernel which was just issued on ``stream`` moved every counter by ``n``."""
         self.lengths.moved(stream, n)
+        self._settle(stream)
 
     def guard(self, stream: Stream) -> None:
         """Under capture: the planes note their own checks when rows are appended to them."""
@@ -174,11 +210,15 @@ class PlaneGroup:
         """Set every length and slot; refused before anything moves."""
         self.check_len(n)
         self.lengths.set(stream, n, self.slot_at(n))
+        if stream.recording is None:
+            self.truncate_keys()
 
     def check_len(self, n: int) -> None:
         """Refuse a length that :meth:`set_len` would refuse."""
         for layer in self.kv.values():
             layer.check_len(n)
+        for latent in self.latent.values():
+            latent.check_len(n)
         if self.recur:
             slot = self.slot_at(n)
             if n < self.anchor[0]:
@@ -191,6 +231,17 @@ class PlaneGroup:
                 )
             for recur in self.recur.values():
                 recur.check_counter(slot)
+
+    # -- keys of latent layers --------------------------------------------------------------------
+    def truncate_keys(self) -> None:
+        """Clamp the final keys of every indexer to the length, after it was lowered."""
+        for layer in self.latent.values():
+            layer.truncate_index_pool_keys(layer.index_pool)
+
+    def _settle(self, stream: Stream) -> None:
+        if stream.recording is None:
+            for layer in self.latent.values():
+                layer.tail.settle()
 
     # -- recurrent states -------------------------------------------------------------------------
     @property
@@ -216,22 +267,27 @@ class PlaneGroup:
         for recur in self.recur.values():
             recur.conv.fill(stream, 0)
             recur.ssm.fill(stream, 0)
+        for latent in self.latent.values():
+            latent.tail.reset()
         self.lengths.set(stream, 0, 0)
         self.anchor_at(0)
 
     @property
     def n_bytes(self) -> int:
         """Bytes that the allocator gave for the planes, without the attention workspace."""
-        return self._arena.n_bytes
+        return self._arena.n_bytes + sum(layer.n_bytes for layer in self.latent.values())
 
     def describe(self) -> list[dict[str, Any]]:
         """Return a row per layer."""
         rows = [{"layer": il, **layer.describe()} for il, layer in self.kv.items()]
         rows += [{"layer": il, **layer.describe()} for il, layer in self.recur.items()]
+        rows += [{"layer": il, **layer.describe()} for il, layer in self.latent.items()]
         return sorted(rows, key=lambda row: int(row["layer"]))
 
     def close(self) -> None:
         """Free all planes; idempotent."""
+        for layer in self.latent.values():
+            layer.close()
         self.workspace.close()
         self._arena.close()
 
@@ -257,6 +313,9 @@ class _Items:
         Bytes: rows of KV planes; tail pads; recurrent states; lengths, slots, bases and fault
         words; padding between slices.
     total : int
+        Bytes of all these, one arena.
+    latent_rows, index_rows, index_keys : int
+        Bytes that latent layers take beside it; keys count where the model says the pool.
     """
 
     def __init__(
@@ -265,9 +324,11 @@ class _Items:
         recur: list[tuple[int, Recurrent]],
         max_ctx: int,
         round_rows: int,
+        n_latent: int = 0,
     ):
         self.rows = self.pads = self.recurrent = self.alignment = 0
-        self.counters = 4 * Lengths.n_words(len(kv), len(recur))
+        self.latent_rows = self.index_rows = self.index_keys = 0
+        self.counters = 4 * Lengths.n_words(len(kv) + n_latent, len(recur))
         end = self.counters
         for _, geometry, _, ring in kv:
             for tok_bytes in geometry.tok_bytes():
@@ -291,7 +352,15 @@ class _Items:
         self.alignment += start - end
         return start + n_bytes
 
+    def add_latent(self, n_bytes: tuple[int, int, int]) -> None:
+        """Count the rows, index rows and keys of a latent layer."""
+        self.latent_rows += n_bytes[0]
+        self.index_rows += n_bytes[1]
+        self.index_keys += n_bytes[2]
+
     def as_dict(self) -> dict[str, int]:
         """Return the items and their sum."""
-        names = ("rows", "pads", "recurrent", "counters", "alignment", "total")
-        return {name: getattr(self, name) for name in names}
+        apart = ("latent_rows", "index_rows", "index_keys")
+        names = ("rows", "pads", "recurrent", "counters", "alignment", *apart)
+        items: dict[str, int] = {name: getattr(self, name) for name in names}
+        return {**items, "total": self.total + sum(items[name] for name in apart)}

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from ..runtime import Buffer, Device, Stream
     from .kvdev import KvDev
     from .latent_snapshot import LatentPlaneSnapshot, LatentTailCapture
+    from .plan import LatentKvCache
 
-__all__ = ["LatentKvLayer"]
+__all__ = ["LatentKvLayer", "latent_bytes"]
 
 SCRATCH_BYTES = 64 << 20
 """Scratch of one call unless it says otherwise: partial results, or scores of pools."""
@@ -587,6 +588,17 @@ def check_geometry(
     latent_rows.check_format(format, width, name)
     if index_pool is not None:
         IndexTail.check_pool(index_pool, index_ring_rows or 0, name)
+
+
+def latent_bytes(
+    plan: LatentKvCache, max_ctx: int, ring: int | None, pool: int | None, format: Format = F32
+) -> tuple[int, int, int]:
+    """Bytes of the rows, the index rows and the keys of a layer."""
+    rows = -(-max_ctx * latent_rows.row_bytes(format, plan.width) // 4) * 4
+    if not plan.index_width:
+        return rows, 0, 0
+    keys = max(max_ctx // pool * (plan.index_width // 2), 1) if pool else 0
+    return rows, 4 * (ring or max_ctx) * plan.index_width, 4 * keys
 
 
 def _part(buffer: Buffer, first: int, n: int, width: int | None = None) -> Buffer:

@@ -1,0 +1,88 @@
+"""Conventions of the public surface: resources close, errors form one tree, import is light."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memra_lowlevel import errors
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULES = [
+    "memra_lowlevel",
+    "memra_lowlevel.cache",
+    "memra_lowlevel.speculative",
+    "memra_lowlevel.layer_kv",
+    "memra_lowlevel.graph",
+    "memra_lowlevel.runtime",
+]
+
+
+def public_classes():
+    found = {}
+    for name in MODULES:
+        module = importlib.import_module(name)
+        for attribute in module.__all__:
+            value = getattr(module, attribute)
+            if inspect.isclass(value):
+                found[f"{value.__module__}.{value.__qualname__}"] = value
+    return found
+
+
+@pytest.mark.parametrize("name", public_classes())
+def test_what_closes_also_works_in_a_with_block(name):
+    cls = public_classes()[name]
+    if "close" not in dir(cls):
+        return
+    assert {"__enter__", "__exit__"} <= set(dir(cls)), "a resource has close() and with"
+    assert hasattr(cls, "closed"), "a resource says whether it is closed"
+
+
+@pytest.mark.parametrize("name", public_classes())
+def test_public_classes_are_described(name):
+    assert (public_classes()[name].__doc__ or "").strip()
+
+
+def test_errors_form_one_tree():
+    for name in errors.__all__:
+        value = getattr(errors, name)
+        if inspect.isclass(value) and name != "Diagnostic":
+            assert issubclass(value, errors.MemraError), name
+
+
+def test_every_error_is_documented():
+    text = (ROOT / "docs" / "errors.md").read_text()
+    missing = [name for name in errors.__all__ if f"`{name}`" not in text]
+    assert not missing
+
+
+def test_import_is_light_and_makes_no_cuda_call():
+    code = (
+        "import sys, time; t = time.perf_counter(); import memra_lowlevel; "
+        "from memra_lowlevel import Device; d = time.perf_counter() - t; "
+        "assert not [m for m in sys.modules if m.startswith('cuda.bindings')], 'bindings loaded'; "
+        "print(d)"
+    )
+    best = min(
+        float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout)
+        for _ in range(5)
+    )
+    assert best < 0.3
+
+
+def test_the_product_speaks_of_itself_alone():
+    words = ["shared/", "CONTRACT.md", "helper session", "/work/"]
+    found = []
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
+    for name in tracked.split():
+        path = ROOT / name
+        if path == Path(__file__).resolve() or path.suffix in {".json", ".npz", ".gguf"}:
+            continue
+        text = path.read_text(errors="ignore")
+        found += [f"{name}: {word}" for word in words if word in text]
+    assert not found
