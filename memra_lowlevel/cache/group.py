@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..closing import Closing
 from ..errors import CaptureForbidden, PlaneError, RewindRefused
 from ..formats import F32, Format
 from . import policy
@@ -58,7 +59,7 @@ class CacheOptions:
     check: bool | None = None
 
 
-class PlaneGroup:
+class PlaneGroup(Closing):
     """The planes of some layers, all of one length, moved by one launch.
 
     Attributes

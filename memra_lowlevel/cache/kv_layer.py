@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..closing import Closing
 from ..errors import (
     ArgumentError,
     CapacityExceeded,
@@ -29,7 +30,7 @@ __all__ = ["KvLayer"]
 _ALIGN = 256
 
 
-class KvLayer:
+class KvLayer(Closing):
     """One layer's quantised keys and values, with its length on the host and on the device.
 
     Row r of a plane lies at byte ``r * tok_bytes``; a row is ``kv_dim / 32`` blocks of its format

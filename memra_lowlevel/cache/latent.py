@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..closing import Closing
 from ..errors import CapacityExceeded, CaptureForbidden, PlaneError, RewindRefused
 from ..formats import F32, Format
 from ..kernels import latent_attend, latent_index, latent_rows
@@ -26,7 +27,7 @@ SCRATCH_BYTES = 64 << 20
 """Scratch of one call unless it says otherwise: partial results, or scores of pools."""
 
 
-class LatentKvLayer:
+class LatentKvLayer(Closing):
     """Latent rows of one layer, which serve as keys and values of all heads.
 
     ====================  =========================================  ============================

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ..closing import Closing
 from ..errors import PlaneError, RestoreRefused, SnapshotRefused
 from ..formats import by_name
 from ..kernels import latent_rows
@@ -36,7 +37,7 @@ __all__ = [
 
 
 @dataclass
-class LatentPlaneSnapshot:
+class LatentPlaneSnapshot(Closing):
     """The whole state of a latent layer at one length.
 
     Attributes
@@ -76,7 +77,7 @@ class LatentPlaneSnapshot:
 
 
 @dataclass
-class LatentTailCapture:
+class LatentTailCapture(Closing):
     """The part of a snapshot that further rows destroy; completed once by ``snapshot_plane_at``."""
 
     len: int

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from ..closing import Closing
 from ..errors import CapacityExceeded, CaptureForbidden
 from ..graph.counters import DeviceCounter
 from ..kernels import counters as counter_kernels
@@ -174,7 +175,7 @@ class Lengths:
         note_use(stream, word.storage)
 
 
-class Workspace:
+class Workspace(Closing):
     """Scratch memory of attention, shared by the planes of a group; used on one stream at a time.
 
     It grows when a call needs more, never under capture, and outgrown blocks are kept: captured

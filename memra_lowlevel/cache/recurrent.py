@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..closing import Closing
 from ..errors import CapacityExceeded, PlaneError, RewindRefused
 from ..graph.capture import capture_of
 from ..graph.counters import DeviceCounter
@@ -20,7 +21,7 @@ __all__ = ["RecurLayer"]
 _ALIGN = 256
 
 
-class RecurLayer:
+class RecurLayer(Closing):
     """Convolution and recurrent states of one layer, one per row of a round and one to start from.
 
     =============  ==========================================  ================================

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..closing import Closing
+
 if TYPE_CHECKING:
     from ..runtime import Buffer
 
@@ -12,7 +14,7 @@ __all__ = ["CacheSnapshot"]
 
 
 @dataclass
-class CacheSnapshot:
+class CacheSnapshot(Closing):
     """A point to which a cache can go back; made by ``Cache.snapshot``.
 
     KV planes need no copy: their rows stay until they are written over. Recurrent states are

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..closing import Closing
 from ..errors import ArgumentError, PlaneError
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["DflashTapSink", "HcTapSink"]
 
 
-class _Sink:
+class _Sink(Closing):
     """What both sinks have in common: which layers, how wide, and where a row goes."""
 
     def __init__(self, layer_ids: Sequence[int], hidden: int, t: int):

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ..cache.planes import Planes
+from ..closing import Closing
 from ..errors import CapacityExceeded, CaptureError, MemraError, RewindRefused
 from ..kernels import speculative as kernels
 from .accept import rewind_amounts
@@ -22,7 +23,7 @@ Body = Callable[["Stream"], None]
 Fill = Callable[["Stream", Sequence[int], int], None]
 
 
-class DraftChain:
+class DraftChain(Closing):
     """One captured draft step that feeds itself; made by :meth:`capture`.
 
     A step reads its token and position from :class:`ChainIo`, appends a row to each of the chain's

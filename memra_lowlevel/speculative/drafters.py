@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..cache.planes import Planes
+from ..closing import Closing
 from ..errors import MemraError
 from .chain import DraftChain
 from .io import ChainIo
@@ -87,7 +88,7 @@ def early_exit_chain(
     return DraftChain.capture(stream, body, io, planes, k_max, fill=fill, p_min=p_min, name=name)
 
 
-class NgramDrafter:
+class NgramDrafter(Closing):
     """Drafts what followed the last tokens the last time they were seen; no model, no planes.
 
     Attributes

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..closing import Closing
 from ..errors import CapacityExceeded, MemraError, TokenError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ __all__ = ["ChainIo"]
 _TOKEN, _POS, _STEP, _N_FEED, _BAD, _FEED = range(6)
 
 
-class ChainIo:
+class ChainIo(Closing):
     """Everything of a chain that has a fixed address, in one block of int32 words.
 
     =====================  ============================================================

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..cache.planes import Planes
+from ..closing import Closing
 from ..errors import CapacityExceeded, MemraError
 from . import accept
 from .io import ChainIo
@@ -82,7 +83,7 @@ class RoundResult:
     rebased: bool = False
 
 
-class SpecRound:
+class SpecRound(Closing):
     """Rounds of greedy speculation over one sequence.
 
     The verify step over n rows is captured once per n and then replayed; it reads the drafts where
