@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from pathlib import Path
 from typing import Any, Literal
 
@@ -292,9 +293,19 @@ def static_shared_bytes(func: int) -> int:
 _Dim3 = ctypes.c_uint32 * 3
 
 
+@functools.lru_cache(maxsize=4096)
 def _dim3(value: Dim) -> ctypes.Array[ctypes.c_uint32]:
     dims = (value,) if isinstance(value, int) else tuple(value)
     return _Dim3(*(*dims, 1, 1)[:3])
+
+
+class _PerThread(threading.local):
+    def __init__(self) -> None:
+        self.failure = Failure()
+        self.address = ctypes.addressof(self.failure)
+
+
+_per_thread = _PerThread()
 
 
 def run(
@@ -340,13 +351,12 @@ def run(
         The launch was refused; nothing ran.
     """
     options = _Options(ORDERS[order], workers, seed & 0xFFFFFFFFFFFFFFFF, strict, check)
-    failure = Failure()
     kind = runtime().memra_run(
         func, _dim3(grid), _dim3(block), shared_bytes, params_address,
-        ctypes.byref(options), ctypes.byref(failure),
+        ctypes.byref(options), _per_thread.address,
     )  # fmt: skip
     if kind:
-        raise translate(failure)
+        raise translate(_per_thread.failure)
 
 
 def cuda_src() -> Path:

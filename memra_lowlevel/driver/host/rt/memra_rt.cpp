@@ -12,8 +12,10 @@
 
 #include "memory.cpp"
 #include "faults.cpp"
+#include "fiber.cpp"
 #include "scheduler.cpp"
 #include "copies.cpp"
+#include "shadow.cpp"
 #include "check.cpp"
 #include "module.cpp"
 #include "undefined.cpp"
@@ -92,7 +94,16 @@ void run_blocks(Worker& w, LaunchState& launch, const ModuleCopy& copy) {
   w.launch = nullptr;
 }
 
-// Threads 1 ... n-1 of a launch; the caller is thread 0. Kept between launches.
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  __asm__ volatile("yield");
+#endif
+}
+
+// Threads 1 ... n-1 of a launch; the caller is thread 0. Kept between launches. Both sides look for
+// each other a little while before they sleep: launches follow each other closely.
 class Pool {
  public:
   void run(uint32_t n, const std::function<void(uint32_t)>& job) {
@@ -103,17 +114,26 @@ class Pool {
     }
     job_ = &job;
     wanted_ = n;
-    pending_ = n - 1;
-    ++round_;
-    wake_.notify_all();
+    pending_.store(n - 1, std::memory_order_relaxed);
+    round_.fetch_add(1, std::memory_order_release);
     lock.unlock();
+    wake_.notify_all();
     job(0);
+    if (spin([this] { return pending_.load(std::memory_order_acquire) == 0; })) return;
     lock.lock();
-    done_.wait(lock, [this] { return pending_ == 0; });
-    job_ = nullptr;
+    done_.wait(lock, [this] { return pending_.load(std::memory_order_acquire) == 0; });
   }
 
  private:
+  template <class F>
+  static bool spin(F ready) {
+    for (int i = 0; i < 300; ++i) {
+      if (ready()) return true;
+      pause();
+    }
+    return false;
+  }
+
   void serve(uint32_t index) {
     sigset_t all;
     sigfillset(&all);
@@ -121,33 +141,45 @@ class Pool {
     pthread_sigmask(SIG_SETMASK, &all, nullptr);
     enter_thread_for_faults();
     uint64_t seen = 0;
-    std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      wake_.wait(lock, [&] { return round_ != seen && index < wanted_; });
-      seen = round_;
+      const auto news = [&] { return round_.load(std::memory_order_acquire) != seen; };
+      spin(news);
+      std::unique_lock<std::mutex> lock(mutex_);
+      wake_.wait(lock, news);
+      seen = round_.load(std::memory_order_relaxed);
+      if (index >= wanted_) continue;
       const auto* job = job_;
       lock.unlock();
       (*job)(index);
       lock.lock();
-      if (--pending_ == 0) done_.notify_one();
+      if (pending_.fetch_sub(1, std::memory_order_acq_rel) == 1) done_.notify_one();
     }
   }
 
   std::mutex mutex_;
   std::condition_variable wake_, done_;
   const std::function<void(uint32_t)>* job_ = nullptr;
-  uint32_t threads_ = 0, wanted_ = 0, pending_ = 0;
-  uint64_t round_ = 0;
+  uint32_t threads_ = 0, wanted_ = 0;
+  std::atomic<uint32_t> pending_{0};
+  std::atomic<uint64_t> round_{0};
 };
 
 Pool* pool = new Pool();
 
 // A forked child has no pool threads, and must not inherit a lock that is held.
-void before_fork() { run_mutex.lock(); }
-void after_fork_parent() { run_mutex.unlock(); }
+void before_fork() {
+  run_mutex.lock();
+  module_mutex.lock();
+  memory_mutex.lock();
+}
+void after_fork_parent() {
+  memory_mutex.unlock();
+  module_mutex.unlock();
+  run_mutex.unlock();
+}
 void after_fork_child() {
   pool = new Pool();
-  run_mutex.unlock();
+  after_fork_parent();
 }
 const int fork_hooks = pthread_atfork(before_fork, after_fork_parent, after_fork_child);
 
