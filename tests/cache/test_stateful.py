@@ -4,8 +4,9 @@ import os
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from memra_lowlevel import Device, formats
 from memra_lowlevel.cache import (
@@ -181,7 +182,16 @@ class Life(RuleBasedStateMachine):
         self.grow(tokens)
         COUNTS["append"] += 1
 
+    @initialize(seed=st.integers(0, 99))
+    def prompt(self, seed):
+        """Long enough that every life begins with a ring that has moved."""
+        for n in (CHUNK, CHUNK, CHUNK - 7, CHUNK):
+            self.prime(n, seed)
+
     @rule(n=st.integers(ROUND + 1, CHUNK), seed=st.integers(0, 99))
+    def prime_more(self, n, seed):
+        self.prime(n, seed)
+
     def prime(self, n, seed):
         if len(self.history.tokens) + n > MAX_CTX - 200:
             return
@@ -329,7 +339,7 @@ def live(device, scale):
     Life.spec = str(device)
     case = Life.TestCase
     case.settings = settings(
-        max_examples=36 * scale,
+        max_examples=56 * scale,
         stateful_step_count=72,
         deadline=None,
         derandomize="MEMRA_TEST_RANDOM" not in os.environ,
@@ -340,6 +350,7 @@ def live(device, scale):
     print(COUNTS)
 
 
+@pytest.mark.slow
 def test_random_lives(device, scale):
     live(device, scale)
     floor = {
