@@ -11,6 +11,7 @@ from .accounting import (
     cache_ring_row_cap_for_plan,
     latent_kv_bytes_per_token_for_plan,
 )
+from .batch import KvBatch
 from .cache import Cache
 from .geometry import KvGeometry
 from .group import CacheOptions, PlaneGroup
@@ -72,6 +73,7 @@ __all__ = [
     "CacheSnapshot",
     "DflashTapSink",
     "HcTapSink",
+    "KvBatch",
     "KvCache",
     "KvDev",
     "KvGeometry",
