@@ -49,8 +49,8 @@ def quick(
     >>> scale = quick("demo.cu", "scale<4>")                       # doctest: +SKIP
     >>> scale(8, 128, 0, x, np.float32(2), np.int32(x.size))       # doctest: +SKIP
     """
-    from ...compile.hostcxx import compile_host
     from . import runner
+    from .cxx import compile_host
 
     source: str | Path = source_file
     if isinstance(source_file, Path) or "\n" not in source_file:

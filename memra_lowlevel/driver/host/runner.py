@@ -222,7 +222,7 @@ def fill(ptr: int, byte: int, n_bytes: int) -> None:
 
 
 def load(path: str | Path | bytes) -> int:
-    """Load a library of :func:`memra_lowlevel.compile.hostcxx.compile_host`; returns a handle.
+    """Load a library of :func:`memra_lowlevel.driver.host.cxx.compile_host`; returns a handle.
 
     Raises
     ------

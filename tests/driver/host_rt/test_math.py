@@ -136,9 +136,9 @@ def test_nothing_is_fused_but_fmaf(kernel):
 
 
 def test_fmaf_is_right_without_the_instruction(kernel, monkeypatch):
-    from memra_lowlevel.compile import hostcxx
+    from memra_lowlevel.driver.host import cxx
 
-    monkeypatch.setattr(hostcxx, "cpu_flags", lambda: ())
+    monkeypatch.setattr(cxx, "cpu_flags", lambda: ())
     test_nothing_is_fused_but_fmaf(kernel)
 
 

@@ -1,0 +1,258 @@
+"""Compiling of unmodified ``.cu`` files with a C++ compiler, for the host device.
+
+The result is a shared library that holds the kernels and a table of them. Parameter sizes in the
+table come from the kernels' own types, so a wrong count or size can be told at launch.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ...errors import CompileError, HeaderNotFound
+from .build import (
+    RUNTIME,
+    Compiler,
+    Sanitizer,
+    cpu_flags,
+    find_compiler,
+    publish,
+    run_compiler,
+    runtime_library,
+)
+
+__all__ = ["HostImage", "compile_host", "plain_kernels"]
+
+
+@dataclass(frozen=True)
+class HostImage:
+    """A compiled kernel file.
+
+    Attributes
+    ----------
+    path : Path
+        The library; ``str(path).encode()`` is the image that the host's ``cuModuleLoadData`` takes.
+    entries : dict of str to str
+        Symbol of each name expression and of each plain kernel of the file. On the host they are
+        the same text.
+    check : bool
+    sanitize : str or None
+    """
+
+    path: Path
+    entries: dict[str, str]
+    check: bool = False
+    sanitize: Sanitizer | None = None
+
+    @functools.cached_property
+    def param_sizes(self) -> dict[str, tuple[int, ...]]:
+        """Sizes in bytes of the parameters of each entry; loads the library."""
+        from . import runner
+
+        module = runner.load(self.path)
+        return {
+            name: runner.param_sizes(runner.get_function(module, symbol))
+            for name, symbol in self.entries.items()
+        }
+
+
+def compile_host(
+    source: str | Path,
+    name_expressions: Sequence[str] = (),
+    include_dirs: Sequence[str | Path] = (),
+    defines: Mapping[str, object] | None = None,
+    check: bool = False,
+    sanitize: Sanitizer | None = None,
+    name: str = "source.cu",
+) -> HostImage:
+    """Compile a kernel source for the host device, or take it from the cache.
+
+    Parameters
+    ----------
+    source : Path or str
+        A path, or the text of a source (a ``str`` with a line break).
+    name_expressions : sequence of str
+        Kernels to export, e.g. ``"attend<128>"``; those that are no templates are exported anyway.
+    include_dirs : sequence of path
+        Searched after the file's own folder; the folder of ``common/`` must be among them.
+    defines : mapping
+        Macros; None or True as a value stands for 1.
+    check : bool
+        Instrument every memory access for check mode.
+    sanitize : {"undefined", "address"}, optional
+    name : str
+        File name in messages, when ``source`` is a text.
+
+    Raises
+    ------
+    CompileError, HeaderNotFound, CompilerNotFound
+    """
+    compiler = find_compiler()
+    if isinstance(source, Path) or "\n" not in source:
+        path = Path(source).resolve()
+        try:
+            text = path.read_text()
+        except OSError as error:
+            raise CompileError(f"cannot read the kernel source {source}: {error}") from error
+        head = f'#include "{path}"\n'
+        folder = path.parent
+    else:
+        text, folder = source, Path.cwd()
+        head = f'#line 1 "{name}"\n{source}\n'
+    folders = [Path(d).resolve() for d in include_dirs]
+    names = list(dict.fromkeys([*plain_kernels(text), *name_expressions]))
+    flags = [*_flags(compiler, check, sanitize), *_define_flags(defines or {})]
+    runtime = runtime_library(check, sanitize)
+    unit = head + _table(names, sanitize)
+    digest = hashlib.sha256()
+    parts = (compiler.fingerprint, runtime.name, *flags, unit, *map(str, folders))
+    digest.update("\0".join(parts).encode())
+    for file in _closure(text, folder, folders):
+        digest.update(str(file).encode() + b"\0" + file.read_bytes() + b"\0")
+    digest.update(text.encode())
+    key = f"kernel_{digest.hexdigest()[:32]}"
+
+    def make(out: Path) -> None:
+        unit_path = out.with_suffix(".cpp")
+        object_path = out.with_suffix(".o")
+        search = [f"-I{d}" for d in (*folders, RUNTIME)]
+        try:
+            unit_path.write_text(unit)
+            run_compiler(
+                compiler,
+                [*flags, *search, "-c", str(unit_path), "-o", str(object_path)],
+            )
+            link = ["-fsanitize=address"] if sanitize == "address" else []
+            # Symbols of the sanitisers' hooks come from the runtime, not from their own libraries
+            # (zig adds its own unless it is told to optimise).
+            run_compiler(
+                compiler,
+                ["-shared", "-O2", *link, str(object_path), str(runtime), "-o", str(out), "-lm"],
+            )
+        finally:
+            unit_path.unlink(missing_ok=True)
+            object_path.unlink(missing_ok=True)
+
+    try:
+        path = publish(key, make)
+    except CompileError as error:
+        if head.startswith("#line"):  # the compiler had no file to quote from
+            lines = ["", *text.splitlines()]
+            error.diagnostics = tuple(
+                replace(d, source_line=lines[d.line])
+                if d.file == name and d.line < len(lines)
+                else d
+                for d in error.diagnostics
+            )
+        raise
+    return HostImage(path, {n: n for n in names}, check, sanitize)
+
+
+def _flags(compiler: Compiler, check: bool, sanitize: Sanitizer | None) -> list[str]:
+    flags = [
+        "-std=gnu++17", "-x", "c++", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-w",
+        # The arithmetic contract: no contraction. The rest changes speed or defines what a GPU
+        # defines (wrapping integers, type punning), never the bits of a float.
+        "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing",
+        "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics", "-fno-stack-protector",
+        "-fno-plt", "-fsigned-char", "-U_FORTIFY_SOURCE", *cpu_flags(),
+    ]  # fmt: skip
+    if compiler.kind == "gcc":
+        flags.append("-fno-gnu-unique")
+    if sanitize != "undefined":
+        flags.append("-fwrapv")
+    if check:
+        # Fixed bounds, alignment and shifts are what the memory hooks cannot see.
+        flags += ["-DMEMRA_CHECK", "-fsanitize=thread,bounds,alignment,shift-exponent"]
+        flags += ["-fno-tree-vectorize", "-fsanitize-recover=all"]
+        if compiler.kind == "gcc":
+            flags += ["-fno-tree-loop-distribute-patterns", "-fno-store-merging"]
+            flags += ["--param", "tsan-distinguish-volatile=1"]
+            flags += ["--param", "tsan-instrument-func-entry-exit=0"]
+        else:
+            flags += ["-mllvm", "-tsan-distinguish-volatile=1"]
+            flags += ["-mllvm", "-tsan-instrument-func-entry-exit=0"]
+    if sanitize == "undefined":
+        flags += ["-fsanitize=undefined", "-fno-sanitize=vptr,function", "-fsanitize-recover=all"]
+        if compiler.kind == "gcc":
+            flags.remove("-fno-sanitize=vptr,function")
+            flags.append("-fno-sanitize=vptr")
+    if sanitize == "address":
+        flags += ["-fsanitize=address", "-fno-omit-frame-pointer"]
+    return flags
+
+
+def _define_flags(defines: Mapping[str, object]) -> list[str]:
+    return [f"-D{k}={1 if v is None or v is True else v}" for k, v in sorted(defines.items())]
+
+
+def _table(names: Sequence[str], sanitize: Sanitizer | None) -> str:
+    rows = "".join(f'  memra::Launch<{n}>::entry("{n}"),\n' for n in names)
+    flag = {"undefined": "memra::MODULE_UBSAN", "address": "memra::MODULE_ASAN"}.get(
+        sanitize or "", "0"
+    )
+    return (
+        '#line 1 "kernel table"\n'
+        '#include "memra_table.h"\n'
+        f"static const memra::Entry memra_entries[] = {{\n{rows}  {{}},\n}};\n"
+        'extern "C" __attribute__((visibility("default"), used)) const memra::ModuleTable\n'
+        f"memra_module = {{memra::ABI_VERSION, MEMRA_FLAG_CHECK | {flag}, &memra_context,\n"
+        f"  memra_entries, {len(names)}}};\n"
+    )
+
+
+_COMMENT = re.compile(r'//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\\n])*")', re.S)
+_DIRECTIVE = re.compile(r"^[ \t]*#(?:[^\n\\]|\\.|\\\n)*", re.M)
+_KERNEL = re.compile(
+    r"(?P<qualifier>\bKERNEL\b|\b__global__\b)(?P<between>(?:\s|\bvoid\b|\b__launch_bounds__\s*"
+    r"\([^()]*(?:\([^()]*\)[^()]*)*\))*)\b(?P<name>\w+)\s*\("
+)
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.M)
+
+
+def _strip(text: str) -> str:
+    return _COMMENT.sub(lambda m: m.group(1) or " ", text)
+
+
+def plain_kernels(text: str) -> list[str]:
+    """Names of the kernels in a source that are no templates, in order."""
+    text = _DIRECTIVE.sub("", _COMMENT.sub(lambda m: '"C"' if m.group() == '"C"' else " ", text))
+    names = []
+    for match in _KERNEL.finditer(text):
+        before = text[: match.start()].rstrip()
+        if before.endswith('extern "C"'):
+            before = before[: -len('extern "C"')].rstrip()
+        if before.endswith(">") and re.search(r"\btemplate\s*<[^;{}]*\Z", before):
+            continue
+        names.append(match.group("name"))
+    return list(dict.fromkeys(names))
+
+
+def _closure(text: str, folder: Path, folders: Iterable[Path]) -> list[Path]:
+    """Every file that the text includes by quotes, found as the compiler finds them."""
+    found: dict[Path, None] = {}
+    todo = [(text, folder)]
+    search = [*folders, RUNTIME]
+    while todo:
+        current, where = todo.pop()
+        for name in _INCLUDE.findall(_strip(current)):
+            for candidate in (where, *search):
+                path = candidate / name
+                if path.is_file():
+                    break
+            else:
+                raise HeaderNotFound(
+                    f'#include "{name}" is in none of: '
+                    + ", ".join(map(str, (where, *search)))
+                    + ". Kernels include common/… relative to cuda_src/.",
+                    name=name,
+                    searched=[str(p) for p in (where, *search)],
+                )
+            if path not in found:
+                found[path] = None
+                todo.append((path.read_text(), path.parent))
+    return sorted(found)
