@@ -35,7 +35,7 @@ constexpr int INDEX_THREADS = 128;
 //   keys    f32 [capacity / pool, d]
 // Row r is absolute row len + first + r; the counter is not moved. Rows past the capacity are
 // dropped. key = sum over the rows of a pool of softmax(gate + ape) * k, by channel.
-KERNEL void __launch_bounds__(INDEX_THREADS)
+KERNEL void __launch_bounds__(INDEX_THREADS, 1)
     index_append(const float* __restrict__ rows, const float* __restrict__ ape, float* plane,
                  float* __restrict__ keys, int32_t n_rows, int32_t first, int32_t d, int32_t pool,
                  int32_t ring, int32_t capacity, const int32_t* __restrict__ len_d) {

@@ -31,11 +31,10 @@ __device__ __forceinline__ uint32_t select_digit(uint32_t key) {
 }
 
 // Sum of `value` over the lower threads of the block; `scratch` i32 [256 + 16 + 1] ends with the sum
-// of all.
+// of all, written by the last thread. A barrier must lie between two uses of the scratch.
 __device__ __forceinline__ int32_t sum_below(int32_t value, int32_t* scratch) {
     constexpr int SIZE = SELECT_THREADS / SELECT_GROUPS;
     const int thread = threadIdx.x;
-    __syncthreads();  // scratch is free
     scratch[thread] = value;
     __syncthreads();
     if (thread < SELECT_GROUPS) {
