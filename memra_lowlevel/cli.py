@@ -17,6 +17,7 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("memra_lowlevel.debug.doctor", "what is here, what is missing, what still works"),
     "demo": ("memra_lowlevel.demo", "a captured draft chain on a real language model"),
+    "formats": ("memra_lowlevel.debug.formats_table", "which K and V formats have kernels"),
     "compile": ("memra_lowlevel.debug.compile_table", "compile the kernels, list their resources"),
     "cache": ("memra_lowlevel.debug.cache_command", "show, verify or clear the kernel cache"),
     "bench": ("memra_lowlevel.bench.command", "measure launches, replays and kernels"),
