@@ -283,6 +283,30 @@ def test_scores_are_those_of_the_plain_loop_bit_for_bit(rig, t, n_pools, d, head
         assert np.isnan(got[:, seen:]).all()  # left alone
 
 
+SCORED = [  # queries, pools, d, heads; the large ones on a GPU only
+    (1, 4097, 128, 32), (3, 1024, 128, 32), (64, 17, 8, 2), (5, 3, 8, 2), (33, 129, 256, 3),
+    *(pytest.param(*shape, marks=pytest.mark.gpu)
+      for shape in ((8, 300, 128, 32), (100, 4097, 128, 32), (128, 1000, 128, 32),
+                    (512, 4097, 128, 32))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("t", "n_pools", "d", "heads"), SCORED)
+def test_scores_of_large_planes_are_those_of_the_plain_loop(rig, t, n_pools, d, heads):
+    rng = np.random.default_rng(t + n_pools)
+    q, w, keys = normal(rng, t, heads, d), normal(rng, t, heads), normal(rng, n_pools, d)
+    rows = np.unique(rng.integers(0, t, 6))
+    pools = np.unique(np.r_[0, n_pools - 1, rng.integers(0, n_pools, 60)])
+    wanted = oracle.scores(q[rows], w[rows], keys[pools], 0, 4, masked=False)
+    for first_pos in {0, 2 * n_pools, max(0, 4 * n_pools - t)}:
+        got = rig.score(q, w, keys, first_pos, 4)[np.ix_(rows, pools)]
+        visible = (first_pos + rows[:, None] + 1) // 4
+        seen = pools[None] < visible
+        assert same(got[seen], wanted[seen])
+        written = pools[None] < (first_pos + t) // 4
+        assert (got[~seen & written] == -np.inf).all() and np.isnan(got[~seen & ~written]).all()
+
+
 def test_a_key_that_is_nan_poisons_its_score_only(rig):
     rng = np.random.default_rng(9)
     q, w, keys = normal(rng, 1, 4, 8), normal(rng, 1, 4), normal(rng, 9, 8)
