@@ -1,4 +1,4 @@
-// Weight matrices in tiles of 32 rows, and the dot product that every model kernel uses.
+// Weight matrices in tiles of 32 rows, and the dot product that the model kernels use.
 //
 // A matrix [n_out, n_in] is cut into tiles of 32 output rows and blocks of 32 columns. Its blocks
 // keep the bytes of the GGUF file; only their order changes, so that 32 neighbouring threads, each
@@ -26,14 +26,12 @@ constexpr int TILE_COLS = 32;
 __device__ __forceinline__ float byte_to_f32(uint32_t word, uint32_t i, float bias) {
     return __uint_as_float(__byte_perm(word, 0x4B000000u, 0x7650u | i)) - bias;
 }
-__device__ __forceinline__ void codes_i8(const uint8_t* p, float* c) {
-    const uint4 v = *reinterpret_cast<const uint4*>(p);
+__device__ __forceinline__ void codes_i8(const uint4& v, float* c) {
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int i = 0; i < 16; i++) c[i] = byte_to_f32(words[i / 4] ^ 0x80808080u, i % 4, 8388736.0f);
 }
-__device__ __forceinline__ void codes_u4(const uint8_t* p, float* c) {
-    const uint4 v = *reinterpret_cast<const uint4*>(p);
+__device__ __forceinline__ void codes_u4(const uint4& v, float* c) {
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int i = 0; i < 16; i++) {
@@ -62,38 +60,52 @@ __device__ __forceinline__ void widen(const Codes codes, float* c) {
         __builtin_memcpy(c + 8 * i, &values, 32);
     }
 }
-__device__ __forceinline__ void codes_i8(const uint8_t* p, float* c) {
-    widen(*reinterpret_cast<const i8x16*>(p), c);
+__device__ __forceinline__ void codes_i8(const uint4& v, float* c) {
+    i8x16 codes;
+    __builtin_memcpy(&codes, &v, 16);
+    widen(codes, c);
 }
-__device__ __forceinline__ void codes_u4(const uint8_t* p, float* c) {
-    const u8x16 bytes = *reinterpret_cast<const u8x16*>(p);
+__device__ __forceinline__ void codes_u4(const uint4& v, float* c) {
+    u8x16 bytes;
+    __builtin_memcpy(&bytes, &v, 16);
     widen(bytes & uint8_t(15), c);
     widen(bytes >> uint8_t(4), c + 16);
 }
 #endif
 
-// load(block, row, w): the 32 weights of one row of one block as floats.
+// fetch(block, row): the stored 32 weights of one row of one block, in pieces of 16 bytes.
+// decode(w): the same as floats.
 struct TileF32 {
     static constexpr int BYTES = 4096;
-    __device__ __forceinline__ static void load(const uint8_t* block, int row, float* w) {
+    float4 pieces[8];
+    __device__ __forceinline__ void fetch(const uint8_t* block, int row) {
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            pieces[i] = *reinterpret_cast<const float4*>(block + 512 * i + 16 * row);
+    }
+    __device__ __forceinline__ void decode(float* w) const {
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            const float4 v = *reinterpret_cast<const float4*>(block + 512 * i + 16 * row);
-            w[4 * i] = v.x;
-            w[4 * i + 1] = v.y;
-            w[4 * i + 2] = v.z;
-            w[4 * i + 3] = v.w;
+            w[4 * i] = pieces[i].x;
+            w[4 * i + 1] = pieces[i].y;
+            w[4 * i + 2] = pieces[i].z;
+            w[4 * i + 3] = pieces[i].w;
         }
     }
 };
 
 struct TileF16 {
     static constexpr int BYTES = 2048;
-    __device__ __forceinline__ static void load(const uint8_t* block, int row, float* w) {
+    uint4 pieces[4];
+    __device__ __forceinline__ void fetch(const uint8_t* block, int row) {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            pieces[i] = *reinterpret_cast<const uint4*>(block + 512 * i + 16 * row);
+    }
+    __device__ __forceinline__ void decode(float* w) const {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const uint4 v = *reinterpret_cast<const uint4*>(block + 512 * i + 16 * row);
-            const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+            const uint32_t words[4] = {pieces[i].x, pieces[i].y, pieces[i].z, pieces[i].w};
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 w[8 * i + 2 * j] = f16_to_f32(uint16_t(words[j] & 0xFFFFu));
@@ -105,24 +117,36 @@ struct TileF16 {
 
 struct TileQ8_0 {
     static constexpr int BYTES = 1088;
-    __device__ __forceinline__ static void load(const uint8_t* block, int row, float* w) {
-        const float d = f16_to_f32(*reinterpret_cast<const uint16_t*>(block + 1024 + 2 * row));
+    uint4 codes[2];
+    uint16_t d;
+    __device__ __forceinline__ void fetch(const uint8_t* block, int row) {
+        codes[0] = *reinterpret_cast<const uint4*>(block + 16 * row);
+        codes[1] = *reinterpret_cast<const uint4*>(block + 512 + 16 * row);
+        d = *reinterpret_cast<const uint16_t*>(block + 1024 + 2 * row);
+    }
+    __device__ __forceinline__ void decode(float* w) const {
+        const float scale = f16_to_f32(d);
         float c[32];
-        codes_i8(block + 16 * row, c);
-        codes_i8(block + 512 + 16 * row, c + 16);
+        codes_i8(codes[0], c);
+        codes_i8(codes[1], c + 16);
 #pragma unroll
-        for (int i = 0; i < 32; i++) w[i] = c[i] * d;
+        for (int i = 0; i < 32; i++) w[i] = c[i] * scale;
     }
 };
 
 struct TileQ4_1 {
     static constexpr int BYTES = 640;
-    __device__ __forceinline__ static void load(const uint8_t* block, int row, float* w) {
-        const uint32_t dm = *reinterpret_cast<const uint32_t*>(block + 512 + 4 * row);
+    uint4 codes;
+    uint32_t dm;
+    __device__ __forceinline__ void fetch(const uint8_t* block, int row) {
+        codes = *reinterpret_cast<const uint4*>(block + 16 * row);
+        dm = *reinterpret_cast<const uint32_t*>(block + 512 + 4 * row);
+    }
+    __device__ __forceinline__ void decode(float* w) const {
         const float d = f16_to_f32(uint16_t(dm & 0xFFFFu));
         const float m = f16_to_f32(uint16_t(dm >> 16));
         float c[32];
-        codes_u4(block + 16 * row, c);
+        codes_u4(codes, c);
 #pragma unroll
         for (int i = 0; i < 32; i++) w[i] = fmaf(c[i], d, m);
     }
@@ -136,7 +160,7 @@ struct Activations {
     __device__ __forceinline__ explicit Activations(const float* p) {
 #pragma unroll
         for (int i = 0; i < TILE_COLS / 4; i++) {
-            const float4 f = __ldg(reinterpret_cast<const float4*>(p) + i);
+            const float4 f = reinterpret_cast<const float4*>(p)[i];
             v[4 * i] = f.x, v[4 * i + 1] = f.y, v[4 * i + 2] = f.z, v[4 * i + 3] = f.w;
         }
     }
@@ -156,14 +180,4 @@ __device__ __forceinline__ float dot32(const float* w, const Activations& x) {
 #pragma unroll
         for (int j = 0; j < 8; j++) s[j] = fmaf(w[b + j], x.v[b + j], s[j]);
     return ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
-}
-
-// A product leaves one partial sum per chunk of columns; its reader adds them, first chunk first
-// (unrolled, so that the loads of eight parts are under way at a time).
-__device__ __forceinline__ float sum_parts(const float* parts, int n_parts, size_t part_stride,
-                                           size_t i) {
-    float sum = parts[i];
-#pragma unroll 8
-    for (int p = 1; p < n_parts; p++) sum = sum + parts[size_t(p) * part_stride + i];
-    return sum;
 }

@@ -16,7 +16,9 @@ __global__ void embed_rows(const uint8_t* __restrict__ table, const uint32_t* __
         float values[TILE_COLS];
         if (token < uint32_t(n_vocab)) {
             const size_t tile = size_t(token / TILE_ROWS) * n_blocks + block;
-            Tile::load(table + tile * Tile::BYTES, int(token % TILE_ROWS), values);
+            Tile stored;
+            stored.fetch(table + tile * Tile::BYTES, int(token % TILE_ROWS));
+            stored.decode(values);
         } else {
             for (int i = 0; i < TILE_COLS; i++) values[i] = NAN_F32;
         }

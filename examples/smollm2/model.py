@@ -13,8 +13,7 @@ import numpy as np
 
 from memra_lowlevel.errors import CapacityExceeded, ModelError
 from memra_lowlevel.kernels import model as ops
-from memra_lowlevel.kernels.model import TiledMatrix
-from memra_lowlevel.kernels.model_tiles import chunk_blocks
+from memra_lowlevel.kernels.model import KvRows, TiledMatrix
 from memra_lowlevel.runtime import Arena, Buffer, Device, Stream
 
 from .fetch import smollm2_path
@@ -23,61 +22,40 @@ from .tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer
 from .weights import Config, Tensor, Weights, matrix_names, read_gguf
 
 
-class KvPlane(Protocol):
+class KvPlane(KvRows, Protocol):
     """What a layer needs of its keys and values; ``memra_lowlevel.cache.KvLayer`` is one."""
 
-    len_d: Buffer
-
-    def append(self, stream: Stream, k: Buffer, v: Buffer) -> None:
-        """Write rows behind the plane's length, which stays as it is."""
+    def reserve(self, stream: Stream, n: int) -> None:
+        """Refuse unless ``n`` rows fit behind the plane's length."""
 
     def attend(self, stream: Stream, q: Buffer, out: Buffer) -> None:
         """Attention of rows that were just appended, each over all rows up to its own."""
 
 
-class Projection:
-    """One product made of several matrices with the same input: their outputs side by side.
-
-    Where all are of one format they are one matrix and one launch; else a launch each.
-    """
-
-    def __init__(self, device: Device, stream: Stream, tensors: Sequence[Tensor]):
-        self.n_out = sum(t.shape[0] for t in tensors)
-        self.n_in = tensors[0].shape[1]
-        chunk = chunk_blocks(self.n_out, self.n_in)
-        groups = [[t] for t in tensors]
-        if len({t.format for t in tensors}) == 1:
-            groups = [list(tensors)]
-        self.matrices = [
-            TiledMatrix.upload(
-                device, stream, np.concatenate([t.rows for t in g]), g[0].format, chunk=chunk
-            )
-            for g in groups
-        ]
-        self.n_parts = self.matrices[0].n_parts
-
-    def __call__(self, stream: Stream, x: Buffer, parts: Buffer, n_rows: int) -> None:
-        column = 0
-        for matrix in self.matrices:
-            ops.matmul_rows(stream, matrix, x, parts, n_rows, width=self.n_out, column=column)
-            column += matrix.n_out
-
-
 class Layer:
-    """The weights of one Llama block."""
+    """The weights of one Llama block.
+
+    The products of q, k and v are one matrix, and one launch, where all are of one format.
+    """
 
     def __init__(self, device: Device, stream: Stream, weights: Weights, index: int):
         names = {role: name for role, (name, _) in matrix_names(weights.config, index).items()}
+        stored = {role: weights[name] for role, name in names.items()}
 
-        def project(*roles: str) -> Projection:
-            return Projection(device, stream, [weights[names[role]] for role in roles])
+        def matrix(tensors: Sequence[Tensor]) -> TiledMatrix:
+            rows = np.concatenate([t.rows for t in tensors])
+            return TiledMatrix.upload(device, stream, rows, tensors[0].format)
 
         def vector(name: str) -> Buffer:
             return device.from_numpy(weights[f"blk.{index}.{name}.weight"].rows, stream)
 
         self.attn_norm, self.ffn_norm = vector("attn_norm"), vector("ffn_norm")
-        self.qkv, self.out = project("q", "k", "v"), project("out")
-        self.gate_up, self.down = project("gate", "up"), project("down")
+        qkv = [stored[role] for role in ("q", "k", "v")]
+        groups = [qkv] if len({t.format for t in qkv}) == 1 else [[t] for t in qkv]
+        self.qkv = [matrix(group) for group in groups]
+        self.out, self.gate, self.up, self.down = (
+            matrix([stored[role]]) for role in ("out", "gate", "up", "down")
+        )
 
 
 class Workspace:
@@ -87,44 +65,45 @@ class Workspace:
     ----------
     tok_d : Buffer
         u32[n_rows_max], tokens of the rows.
-    h, x, q, k, v, attended, gated, parts, logits : Buffer
+    h, q, attended, gated, logits : Buffer
         f32. ``h`` is the residual stream, ``logits`` is [n_rows_max, n_vocab].
+    best, best_ids, sums : Buffer
+        f32, i32, f32 [n_rows_max, tiles of the output layer]: best logit of each tile, its token,
+        and what a probability is made of.
     argmax_d : Buffer
         i32[n_rows_max], greedy token of each row.
     """
 
     def __init__(self, model: Model, n_rows_max: int):
-        config, layers = model.config, model.layers
+        config = model.config
         n = self.n_rows_max = n_rows_max
-        projections = [p for x in layers for p in (x.qkv, x.out, x.gate_up, x.down)]
+        n_tiles = model.head.n_tiles
         columns = {
             "h": config.width,
-            "x": config.width,
             "q": config.q_dim,
-            "k": config.kv_dim,
-            "v": config.kv_dim,
             "attended": config.q_dim,
             "gated": config.n_ff,
-            "parts": max(p.n_parts * p.n_out for p in projections),
-            "logits": model.head.n_parts * config.n_vocab,
+            "logits": config.n_vocab,
+            "best": n_tiles,
+            "sums": n_tiles,
         }
-        n_bytes = sum(4 * n * c + 256 for c in columns.values()) + 2 * (4 * n + 256)
+        n_bytes = sum(4 * n * c + 256 for c in columns.values())
+        n_bytes += 4 * n * n_tiles + 256 + 2 * (4 * n + 256)
         self.arena: Arena = model.device.arena(n_bytes, name="activations")
         for name, width in columns.items():
             setattr(self, name, self.arena.take((n * width,), np.float32, name=name))
+        self.best_ids = self.arena.take((n * n_tiles,), np.int32, name="best_ids")
         self.tok_d = self.arena.take((n,), np.uint32, name="tok_d")
         self.argmax_d = self.arena.take((n,), np.int32, name="argmax_d")
         self.config = config
 
     h: Buffer
-    x: Buffer
     q: Buffer
-    k: Buffer
-    v: Buffer
     attended: Buffer
     gated: Buffer
-    parts: Buffer
     logits: Buffer
+    best: Buffer
+    sums: Buffer
 
     def close(self) -> None:
         """Give the memory back."""
@@ -162,13 +141,11 @@ class Model:
         self.layers = [Layer(device, stream, weights, i) for i in range(self.config.n_layers)]
         self.output_norm = device.from_numpy(weights["output_norm.weight"].rows, stream)
         table = weights["token_embd.weight"]
-        # one chunk, so that the product is the logits themselves
-        whole = self.config.width // 32
-        self.table = TiledMatrix.upload(device, stream, table.rows, table.format, chunk=whole)
+        self.table = TiledMatrix.upload(device, stream, table.rows, table.format)
         self.head = self.table
         if "output.weight" in weights.tensors:
             head = weights["output.weight"]
-            self.head = TiledMatrix.upload(device, stream, head.rows, head.format, chunk=whole)
+            self.head = TiledMatrix.upload(device, stream, head.rows, head.format)
         self.angles = device.from_numpy(
             rope_table(self.config, max_ctx or self.config.max_ctx, weights), stream
         )
@@ -254,35 +231,37 @@ class Model:
         positions = kv_layers[0].len_d if positions is None else positions
         rows_q = (n_rows, config.n_heads, config.head_dim)
         q, attended = (b.view(0, rows_q, np.float32) for b in (ws.q, ws.attended))
-        k, v = (b.view(0, (n_rows, config.kv_dim), np.float32) for b in (ws.k, ws.v))
 
+        chained = False  # behind a kernel of this pass, the next one may start early
         if first_layer == 0:
             ops.embed_rows(stream, self.table, ws.tok_d if tokens is None else tokens, ws.h, n_rows)
-        pending: Buffer | None = None  # a product that the next norm adds to the residual stream
-        n_parts = 0
+            chained = True
         for layer, plane in zip(layers, kv_layers, strict=False):
-            ops.add_norm(stream, ws.h, pending, n_parts, layer.attn_norm, ws.x, n_rows, eps)
-            layer.qkv(stream, ws.x, ws.parts, n_rows)
-            ops.split_rope(
-                stream, ws.parts, layer.qkv.n_parts, self.angles, positions, ws.q, ws.k, ws.v,
-                n_rows, head_dim=config.head_dim, q_dim=config.q_dim, kv_dim=config.kv_dim,
-            )  # fmt: skip
-            plane.append(stream, k, v)
+            plane.reserve(stream, n_rows)
+            column = 0
+            for matrix in layer.qkv:
+                ops.qkv_rows(
+                    stream, matrix, ws.h, layer.attn_norm, self.angles, positions, ws.q, plane,
+                    n_rows, eps, head_dim=config.head_dim, q_dim=config.q_dim,
+                    kv_dim=config.kv_dim, column=column, programmatic=chained,
+                )  # fmt: skip
+                column, chained = column + matrix.n_out, True
             plane.attend(stream, q, attended)
-            layer.out(stream, ws.attended, ws.parts, n_rows)
-            ops.add_norm(
-                stream, ws.h, ws.parts, layer.out.n_parts, layer.ffn_norm, ws.x, n_rows, eps
-            )
-            layer.gate_up(stream, ws.x, ws.parts, n_rows)
-            ops.swiglu(stream, ws.parts, layer.gate_up.n_parts, ws.gated, n_rows, config.n_ff)
-            layer.down(stream, ws.gated, ws.parts, n_rows)
-            pending, n_parts = ws.parts, layer.down.n_parts
-        ops.add_norm(stream, ws.h, pending, n_parts, self.output_norm, ws.x, n_rows, eps)
+            ops.add_product(stream, layer.out, ws.attended, ws.h, n_rows, programmatic=True)
+            ops.gate_up_rows(
+                stream, layer.gate, layer.up, ws.h, layer.ffn_norm, ws.gated, n_rows, eps,
+                programmatic=True,
+            )  # fmt: skip
+            ops.add_product(stream, layer.down, ws.gated, ws.h, n_rows, programmatic=True)
         if head:
-            ops.matmul_rows(stream, self.head, ws.x, ws.logits, n_rows)
-            ops.argmax_rows(
-                stream, ws.logits, ws.argmax_d if argmax is None else argmax, n_rows,
-                config.n_vocab, probability=probability,
+            sums = None if probability is None else ws.sums
+            ops.logits_rows(
+                stream, self.head, ws.h, self.output_norm, ws.logits, ws.best, ws.best_ids,
+                n_rows, eps, sums=sums, programmatic=chained,
+            )  # fmt: skip
+            ops.pick_rows(
+                stream, ws.best, ws.best_ids, ws.argmax_d if argmax is None else argmax, n_rows,
+                self.head.n_tiles, sums=sums, probability=probability, programmatic=True,
             )  # fmt: skip
 
 

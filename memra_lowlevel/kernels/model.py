@@ -4,21 +4,30 @@ Activations are f32 rows. Every function only launches: nothing is allocated, no
 of it may be captured. Buffers may be longer than the rows used. Row r of n gets the bits that it
 would get alone.
 
-A product leaves *partial sums*, ``parts`` f32[n_chunks, n_rows, width], one per chunk of columns
-(``TiledMatrix.n_parts``); the kernel that reads them adds them in order. With one chunk they are
-the product.
+A pass over a block is four launches beside its attention::
+
+    qkv_rows      norm, products, rotation, and the rows of k and v behind the plane's length
+    add_product   h += W x of the attention's output
+    gate_up_rows  norm, both products, silu(gate) * up
+    add_product   h += W x of that
+
+``logits_rows`` (norm, logits, the best of each tile) and ``pick_rows`` end it. All take
+``programmatic``: start while the predecessor still runs, on GPUs that can. It needs a kernel of the
+same stream as the predecessor, and one that ends only after everything before it, as every kernel
+launched the ordinary way and every kernel here does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ..errors import ArgumentError
+from ..formats import Format
 from ..runtime.launch import LaunchConfig, launch
 from . import registry
-from .model_tiles import TILE_FORMATS, chunk_blocks, tile_rows
+from .model_tiles import TILE_FORMATS, TILE_ROWS, slice_blocks, tile_rows
 from .registry import KernelSpec, Tolerance
 
 if TYPE_CHECKING:
@@ -29,35 +38,25 @@ if TYPE_CHECKING:
     from ..runtime import Buffer, Device, Stream
 
 __all__ = [
+    "KvRows",
     "TiledMatrix",
-    "add_norm",
-    "argmax_rows",
+    "add_product",
     "embed_rows",
-    "matmul_rows",
+    "gate_up_rows",
+    "logits_rows",
+    "pick_rows",
     "prepare",
-    "split_rope",
-    "swiglu",
+    "qkv_rows",
 ]
-
-#: Instances of ``matmul_rows`` by rows taken at a time: one, a short draft, a draft of 16.
-ROWS_AT_ONCE = (1, 4, 17)
 
 _TILES = tuple(f.tile for f in TILE_FORMATS.values())
 _ROUNDING = "f32 sums in a fixed order; "
+_PRODUCT_EDGES = (
+    "1 to 17 rows and more", "a last tile that is not full", "one block of columns",
+    "slices of several blocks", "a slice that is not full", "more units than threads",
+)  # fmt: skip
 
 registry.register(
-    KernelSpec(
-        name="matmul_rows",
-        source="model/matmul.cu",
-        entry="matmul_rows<{tile}, {rows}>",
-        instances=tuple({"tile": t, "rows": r} for t in _TILES for r in ROWS_AT_ONCE),
-        oracle="memra_lowlevel.reference.model:matmul_rows",
-        tolerance=Tolerance("relative", 2e-6, _ROUNDING + "relative to the sum of |w x|"),
-        edges=("1 to 17 rows and more", "one output", "a last tile that is not full",
-               "one block of columns", "a chunk that is not full", "non-finite scales"),
-        hot=True,
-        same_bits=True,
-    ),
     KernelSpec(
         name="embed_rows",
         source="model/embed.cu",
@@ -70,44 +69,82 @@ registry.register(
         same_bits=True,
     ),
     KernelSpec(
-        name="add_norm",
-        source="model/norm.cu",
-        entry="add_norm",
-        oracle="memra_lowlevel.reference.model:add_norm",
-        tolerance=Tolerance("relative", 2e-6, _ROUNDING + "relative to 1 + |value|"),
-        edges=("no parts", "widths around 256", "a row of NaN among others"),
+        name="qkv_rows",
+        source="model/qkv.cu",
+        entry="qkv_rows<{tile}, {k_format}, {v_format}>",
+        instances=tuple({"tile": t, "k_format": "Q8_0", "v_format": "Q5_1"} for t in _TILES),
+        oracle="memra_lowlevel.reference.model:qkv_rows",
+        tolerance=Tolerance("relative", 2e-6, _ROUNDING + "relative to the sum of |w g x| / rms"),
+        edges=(*_PRODUCT_EDGES, "position 0", "positions past the table", "part of a head rotated",
+               "q, k and v apart", "no room in the plane", "base of a ring", "a row of NaN"),
         hot=True,
         same_bits=True,
+        pdl="waits",
     ),
     KernelSpec(
-        name="split_rope",
-        source="model/rope.cu",
-        entry="split_rope",
-        oracle="memra_lowlevel.reference.model:split_rope",
-        tolerance=Tolerance("relative", 1e-6, _ROUNDING + "relative to 1 + |value|"),
-        edges=("position 0", "positions past the table", "part of a head rotated"),
+        name="add_product",
+        source="model/project.cu",
+        entry="add_product<{tile}>",
+        instances=tuple({"tile": t} for t in _TILES),
+        oracle="memra_lowlevel.reference.model:add_product",
+        tolerance=Tolerance("relative", 2e-6, _ROUNDING + "relative to |h| + the sum of |w x|"),
+        edges=(*_PRODUCT_EDGES, "one output", "non-finite scales"),
         hot=True,
         same_bits=True,
+        pdl="waits",
     ),
     KernelSpec(
-        name="swiglu",
-        source="model/swiglu.cu",
-        entry="swiglu",
-        oracle="memra_lowlevel.reference.model:swiglu",
-        tolerance=Tolerance("relative", 1e-6, _ROUNDING + "expf; relative to 1 + |gate * up|"),
-        edges=("very large and very small gates",),
+        name="gate_up_rows",
+        source="model/gated.cu",
+        entry="gate_up_rows<{gate}, {up}>",
+        instances=tuple({"gate": t, "up": t} for t in _TILES),
+        oracle="memra_lowlevel.reference.model:gate_up_rows",
+        tolerance=Tolerance("relative", 4e-6, _ROUNDING + "expf; relative to (1 + |gate|)(1 + |up|)"
+                            " of the sums of |w g x| / rms"),
+        edges=(*_PRODUCT_EDGES, "very large and very small gates", "two formats"),
         hot=True,
+        pdl="waits",
     ),
     KernelSpec(
-        name="argmax_rows",
-        source="model/argmax.cu",
-        entry="argmax_rows",
-        oracle="memra_lowlevel.reference.model:argmax_rows",
+        name="logits_rows",
+        source="model/logits.cu",
+        entry="logits_rows<{tile}>",
+        instances=tuple({"tile": t} for t in _TILES),
+        oracle="memra_lowlevel.reference.model:logits_rows",
+        tolerance=Tolerance("relative", 2e-6, _ROUNDING + "relative to the sum of |w g x| / rms"),
+        edges=(*_PRODUCT_EDGES, "ties", "NaN"),
+        hot=True,
+        pdl="waits",
+    ),
+    KernelSpec(
+        name="pick_rows",
+        source="model/logits.cu",
+        entry="pick_rows",
+        oracle="memra_lowlevel.reference.model:pick_rows",
         tolerance=Tolerance("bitwise", 0.0, "ids are exact; probabilities to 2e-5 (expf, f32 sum)"),
         edges=("ties", "NaN", "all NaN", "infinities", "+-0", "one column", "last column"),
         hot=True,
+        pdl="waits",
     ),
 )  # fmt: skip
+
+#: Shared memory that the rows of one launch may take together; more rows go to further blocks.
+_SHARED_BYTES = 48 << 10
+_FEW, _TILE = 8, 32  # outputs of a block of threads
+_SLICES = {"add_product": 64, "gate_up_rows": 32, "qkv_rows": 18, "logits_rows": 18}
+"""Most slices of the columns: what a block of threads has a thread per output for."""
+
+
+class KvRows(Protocol):
+    """What a kernel needs to write rows of keys and values; a ``KvLayer`` has it."""
+
+    k: Buffer
+    v: Buffer
+    k_format: Format
+    v_format: Format
+    rows: int
+    len_d: Buffer
+    base_d: Buffer | None
 
 
 @dataclass(frozen=True)
@@ -121,25 +158,16 @@ class TiledMatrix:
     n_out, n_in : int
     tiles : Buffer
         uint8. The matrix keeps it alive.
-    chunk_blocks : int
-        Blocks of 32 columns per partial sum.
     """
 
     format: str
     n_out: int
     n_in: int
     tiles: Buffer
-    chunk_blocks: int
 
     @classmethod
     def upload(
-        cls,
-        device: Device,
-        stream: Stream,
-        rows: npt.NDArray[np.uint8],
-        format: str,
-        *,
-        chunk: int | None = None,
+        cls, device: Device, stream: Stream, rows: npt.NDArray[np.uint8], format: str
     ) -> TiledMatrix:
         """Copy rows, as GGUF stores them, to a device.
 
@@ -147,8 +175,6 @@ class TiledMatrix:
         ----------
         rows : uint8[n_out, row_bytes]
         format : str
-        chunk : int, optional
-            Blocks per partial sum; left out, what suits the shape.
 
         Raises
         ------
@@ -157,51 +183,17 @@ class TiledMatrix:
         """
         tiles = tile_rows(rows, format)
         n_out, n_in = rows.shape[0], rows.shape[1] // TILE_FORMATS[format].block_bytes * 32
-        buffer = device.from_numpy(tiles, stream)
-        return cls(format, n_out, n_in, buffer, chunk or chunk_blocks(n_out, n_in))
+        return cls(format, n_out, n_in, device.from_numpy(tiles, stream))
 
     @property
-    def n_parts(self) -> int:
-        """Partial sums that a product leaves per output."""
-        return -(-(self.n_in // 32) // self.chunk_blocks)
+    def tile(self) -> str:
+        """Class of its tiles in ``cuda_src/common/tiles.cuh``."""
+        return TILE_FORMATS[self.format].tile
 
-
-def matmul_rows(
-    stream: Stream,
-    matrix: TiledMatrix,
-    x: Buffer,
-    parts: Buffer,
-    n_rows: int,
-    *,
-    width: int | None = None,
-    column: int = 0,
-) -> None:
-    """``parts[chunk, r, column : column + n_out] =`` partial products of row r.
-
-    Parameters
-    ----------
-    matrix : TiledMatrix
-    x : Buffer
-        f32[≥ n_rows, n_in]
-    parts : Buffer
-        f32[≥ n_parts * n_rows * width]
-    width, column : int
-        Row length of ``parts`` and first column written; a whole product by default.
-    """
-    width = matrix.n_out if width is None else width
-    _need("matmul_rows", "x", x, n_rows * matrix.n_in)
-    _need("matmul_rows", "parts", parts, matrix.n_parts * n_rows * width)
-    at_once = next((r for r in ROWS_AT_ONCE if r >= n_rows), ROWS_AT_ONCE[-1])
-    kernel = _kernel(stream.device, "matmul_rows", tile=_tile(matrix), rows=at_once)
-    n_tiles = -(-matrix.n_out // 32)
-    # small matrices: one warp per block, so that every SM gets work
-    block = 128 if n_tiles * matrix.n_parts >= 1024 else 32
-    if column:
-        parts = parts.view(4 * column, (parts.n_bytes // 4 - column,), "f4")
-    launch(
-        stream, LaunchConfig((-(-matrix.n_out // block), matrix.n_parts, 1), (block, 1, 1)), kernel,
-        matrix.tiles, x, parts, n_rows, matrix.n_out, matrix.n_in // 32, matrix.chunk_blocks, width,
-    )  # fmt: skip
+    @property
+    def n_tiles(self) -> int:
+        """Tiles of 32 outputs."""
+        return -(-self.n_out // TILE_ROWS)
 
 
 def embed_rows(stream: Stream, table: TiledMatrix, tokens: Buffer, h: Buffer, n_rows: int) -> None:
@@ -219,154 +211,287 @@ def embed_rows(stream: Stream, table: TiledMatrix, tokens: Buffer, h: Buffer, n_
     _need("embed_rows", "tokens", tokens, n_rows)
     _need("embed_rows", "h", h, n_rows * table.n_in)
     n_blocks = table.n_in // 32
-    kernel = _kernel(stream.device, "embed_rows", tile=_tile(table))
+    kernel = _kernel(stream.device, "embed_rows", tile=table.tile)
     launch(
         stream, LaunchConfig((-(-n_blocks // 32), n_rows, 1), (32, 1, 1)), kernel,
         table.tiles, tokens.view(0, (n_rows,), "u4"), h, n_blocks, table.n_out,
     )  # fmt: skip
 
 
-def add_norm(
+def qkv_rows(
     stream: Stream,
+    matrix: TiledMatrix,
     h: Buffer,
-    parts: Buffer | None,
-    n_parts: int,
-    weight: Buffer,
-    out: Buffer,
-    n_rows: int,
-    eps: float,
-) -> None:
-    """``h += sum(parts)``, then ``out = h / sqrt(mean(h²) + eps) * weight``.
-
-    Parameters
-    ----------
-    h, out : Buffer
-        f32[≥ n_rows, width]
-    parts : Buffer or None
-        f32[n_parts, n_rows, width]
-    weight : Buffer
-        f32[width]
-    """
-    width = weight.shape[0]
-    _need("add_norm", "h", h, n_rows * width)
-    _need("add_norm", "out", out, n_rows * width)
-    if parts is not None:
-        _need("add_norm", "parts", parts, n_parts * n_rows * width)
-    launch(
-        stream, LaunchConfig((n_rows, 1, 1), (256, 1, 1)), _kernel(stream.device, "add_norm"),
-        h, parts, n_parts, weight, out, n_rows, width, eps,
-    )  # fmt: skip
-
-
-def split_rope(
-    stream: Stream,
-    parts: Buffer,
-    n_parts: int,
+    gain: Buffer,
     angles: Buffer,
     positions: Buffer,
     q: Buffer,
-    k: Buffer,
-    v: Buffer,
+    plane: KvRows,
     n_rows: int,
+    eps: float,
     *,
     head_dim: int,
     q_dim: int,
     kv_dim: int,
+    column: int = 0,
+    programmatic: bool = False,
 ) -> None:
-    """Add up the joined product of q, k and v weights, rotate q and k, and split them.
+    """Norm, products, rotation; q to ``q``, rows of k and v behind the length of their plane.
+
+    ``matrix`` holds the weights of q, k and v one below the other, or those of some of them.
 
     Parameters
     ----------
-    parts : Buffer
-        f32[n_parts, n_rows, q_dim + 2 * kv_dim]
+    matrix : TiledMatrix
+        [n_out, width]: columns ``column … column + n_out`` of q | k | v.
+    h : Buffer
+        f32[≥ n_rows, width]
+    gain : Buffer
+        f32[width] of the norm
     angles : Buffer
         f32[n_positions, n_rot / 2, 2]: cosine and sine
     positions : Buffer
         i32[1]: position of row 0, read on the device
-    q, k, v : Buffer
-        f32[≥ n_rows, q_dim], f32[≥ n_rows, kv_dim] twice
+    q : Buffer
+        f32[≥ n_rows, q_dim]
+    plane : KvRows
+        Its length is read on the device and stays as it is; rows without room are dropped.
     """
-    width = q_dim + 2 * kv_dim
-    _need("split_rope", "parts", parts, n_parts * n_rows * width)
-    for name, out, columns in (("q", q, q_dim), ("k", k, kv_dim), ("v", v, kv_dim)):
-        _need("split_rope", name, out, n_rows * columns)
+    for name, n in (
+        ("n_out", matrix.n_out),
+        ("q_dim", q_dim),
+        ("kv_dim", kv_dim),
+        ("column", column),
+    ):
+        if n % TILE_ROWS:
+            raise ArgumentError(
+                f"qkv_rows: {name} is {n}; blocks of cache rows ask for a multiple of {TILE_ROWS}",
+                kernel="qkv_rows", name=name, expected=f"a multiple of {TILE_ROWS}", got=str(n),
+            )  # fmt: skip
+    _need("qkv_rows", "h", h, n_rows * matrix.n_in)
+    _need("qkv_rows", "gain", gain, matrix.n_in)
+    _need("qkv_rows", "q", q, n_rows * q_dim)
+    _need("qkv_rows", "k", plane.k, plane.rows * plane.k_format.row_bytes(kv_dim) // 4)
+    _need("qkv_rows", "v", plane.v, plane.rows * plane.v_format.row_bytes(kv_dim) // 4)
+    kernel = _kernel(
+        stream.device, "qkv_rows", tile=matrix.tile,
+        k_format=plane.k_format.constant, v_format=plane.v_format.constant,
+    )  # fmt: skip
+    cut = _Cut(stream.device, "qkv_rows", matrix, n_rows, programmatic)
     launch(
-        stream, LaunchConfig((-(-width // 2 // 128), n_rows, 1), (128, 1, 1)),
-        _kernel(stream.device, "split_rope"),
-        parts, n_parts, angles, positions, q, k, v, n_rows, q_dim, kv_dim, head_dim,
-        2 * angles.shape[1], angles.shape[0],
+        stream, cut.config, kernel,
+        matrix.tiles, h, gain, angles, positions, q, plane.k, plane.v, plane.len_d, plane.base_d,
+        n_rows, cut.group, column, q_dim, kv_dim, head_dim, 2 * angles.shape[1], angles.shape[0],
+        plane.rows, cut.n_blocks, cut.slice_blocks, cut.n_slices, eps,
     )  # fmt: skip
 
 
-def swiglu(
-    stream: Stream, parts: Buffer, n_parts: int, out: Buffer, n_rows: int, n_ff: int
-) -> None:
-    """``out = silu(gate) * up`` of f32[n_parts, n_rows, 2 * n_ff], gate columns first."""
-    _need("swiglu", "parts", parts, n_parts * n_rows * 2 * n_ff)
-    _need("swiglu", "out", out, n_rows * n_ff)
-    launch(
-        stream, LaunchConfig((-(-n_ff // 128), n_rows, 1), (128, 1, 1)),
-        _kernel(stream.device, "swiglu"), parts, n_parts, out, n_rows, n_ff,
-    )  # fmt: skip
-
-
-def argmax_rows(
+def add_product(
     stream: Stream,
-    logits: Buffer,
-    out: Buffer,
+    matrix: TiledMatrix,
+    x: Buffer,
+    h: Buffer,
     n_rows: int,
-    n_cols: int,
     *,
-    probability: Buffer | None = None,
+    programmatic: bool = False,
 ) -> None:
-    """``out[r] =`` lowest id of the greatest of ``logits[r]``; ``0x7FFFFFFF`` if all are NaN.
+    """``h[r] += W x[r]``.
 
     Parameters
     ----------
+    matrix : TiledMatrix
+    x : Buffer
+        f32[≥ n_rows, n_in]
+    h : Buffer
+        f32[≥ n_rows, n_out]
+    """
+    _need("add_product", "x", x, n_rows * matrix.n_in)
+    _need("add_product", "h", h, n_rows * matrix.n_out)
+    cut = _Cut(stream.device, "add_product", matrix, n_rows, programmatic)
+    launch(
+        stream, cut.config, _kernel(stream.device, "add_product", tile=matrix.tile),
+        matrix.tiles, x, h, n_rows, cut.group, matrix.n_out, cut.n_blocks, cut.slice_blocks,
+        cut.n_slices,
+    )  # fmt: skip
+
+
+def gate_up_rows(
+    stream: Stream,
+    gate: TiledMatrix,
+    up: TiledMatrix,
+    h: Buffer,
+    gain: Buffer,
+    out: Buffer,
+    n_rows: int,
+    eps: float,
+    *,
+    programmatic: bool = False,
+) -> None:
+    """``out[r] = silu(gate x) * (up x)``, x the norm of ``h[r]``.
+
+    Parameters
+    ----------
+    gate, up : TiledMatrix
+        [n_ff, width] each, in any two formats
+    h, gain : Buffer
+        f32[≥ n_rows, width] and f32[width]
+    out : Buffer
+        f32[≥ n_rows, n_ff]
+    """
+    if (gate.n_out, gate.n_in) != (up.n_out, up.n_in):
+        raise ArgumentError(
+            f"gate_up_rows: gate is [{gate.n_out}, {gate.n_in}], up [{up.n_out}, {up.n_in}]",
+            kernel="gate_up_rows", name="up", expected="the shape of gate", got="another",
+        )  # fmt: skip
+    _need("gate_up_rows", "h", h, n_rows * gate.n_in)
+    _need("gate_up_rows", "gain", gain, gate.n_in)
+    _need("gate_up_rows", "out", out, n_rows * gate.n_out)
+    cut = _Cut(stream.device, "gate_up_rows", gate, n_rows, programmatic)
+    launch(
+        stream, cut.config,
+        _kernel(stream.device, "gate_up_rows", gate=gate.tile, up=up.tile),
+        gate.tiles, up.tiles, h, gain, out, n_rows, cut.group, gate.n_out, cut.n_blocks,
+        cut.slice_blocks, cut.n_slices, eps,
+    )  # fmt: skip
+
+
+def logits_rows(
+    stream: Stream,
+    matrix: TiledMatrix,
+    h: Buffer,
+    gain: Buffer,
+    logits: Buffer,
+    values: Buffer,
+    ids: Buffer,
+    n_rows: int,
+    eps: float,
+    *,
+    sums: Buffer | None = None,
+    programmatic: bool = False,
+) -> None:
+    """Logits of the normed rows, and the best logit of each tile of 32.
+
+    Parameters
+    ----------
+    matrix : TiledMatrix
+        [n_vocab, width]
+    h, gain : Buffer
+        f32[≥ n_rows, width] and f32[width]
     logits : Buffer
-        f32[≥ n_rows, n_cols]
+        f32[≥ n_rows, n_vocab]
+    values, ids : Buffer
+        f32 and i32 [≥ n_rows, n_tiles], for :func:`pick_rows`
+    sums : Buffer, optional
+        f32[≥ n_rows, n_tiles]: what a probability needs
+    """
+    _need("logits_rows", "h", h, n_rows * matrix.n_in)
+    _need("logits_rows", "gain", gain, matrix.n_in)
+    _need("logits_rows", "logits", logits, n_rows * matrix.n_out)
+    for name, buffer in (("values", values), ("ids", ids), ("sums", sums)):
+        if buffer is not None:
+            _need("logits_rows", name, buffer, n_rows * matrix.n_tiles)
+    cut = _Cut(stream.device, "logits_rows", matrix, n_rows, programmatic)
+    launch(
+        stream, cut.config, _kernel(stream.device, "logits_rows", tile=matrix.tile),
+        matrix.tiles, h, gain, logits, values, ids, sums, n_rows, cut.group, matrix.n_out,
+        cut.n_blocks, cut.slice_blocks, cut.n_slices, eps,
+    )  # fmt: skip
+
+
+def pick_rows(
+    stream: Stream,
+    values: Buffer,
+    ids: Buffer,
+    out: Buffer,
+    n_rows: int,
+    n_tiles: int,
+    *,
+    sums: Buffer | None = None,
+    probability: Buffer | None = None,
+    programmatic: bool = False,
+) -> None:
+    """``out[r] =`` lowest id of the greatest logit of row r; ``0x7FFFFFFF`` if all are NaN.
+
+    Parameters
+    ----------
+    values, ids, sums : Buffer
+        As :func:`logits_rows` left them.
     out : Buffer
         i32[≥ n_rows] (or u32)
     probability : Buffer, optional
-        f32[≥ n_rows]: softmax probability of that id, NaN where any logit is NaN
+        f32[≥ n_rows]: softmax probability of that id, NaN where any logit is NaN; needs ``sums``.
     """
-    _need("argmax_rows", "logits", logits, n_rows * n_cols)
-    _need("argmax_rows", "out", out, n_rows)
+    _need("pick_rows", "values", values, n_rows * n_tiles)
+    _need("pick_rows", "ids", ids, n_rows * n_tiles)
+    _need("pick_rows", "out", out, n_rows)
     if probability is not None:
-        _need("argmax_rows", "probability", probability, n_rows)
+        _need("pick_rows", "probability", probability, n_rows)
+        if sums is None:
+            raise ArgumentError(
+                "pick_rows: a probability needs the sums that logits_rows leaves",
+                kernel="pick_rows", name="sums", expected="a buffer", got="None",
+            )  # fmt: skip
+        _need("pick_rows", "sums", sums, n_rows * n_tiles)
     launch(
-        stream, LaunchConfig((n_rows, 1, 1), (1024, 1, 1)), _kernel(stream.device, "argmax_rows"),
-        logits, out.view(0, (n_rows,), "i4"), probability, n_cols,
+        stream,
+        LaunchConfig((n_rows, 1, 1), (256, 1, 1), programmatic=_can(stream.device, programmatic)),
+        _kernel(stream.device, "pick_rows"),
+        values, ids, sums, out.view(0, (n_rows,), "i4"), probability, n_tiles,
     )  # fmt: skip
 
 
 def prepare(device: Device, formats: Iterable[str]) -> None:
     """Load the kernels for weights of these formats, one compilation per source.
 
-    Without it each instance is compiled at its first launch, which cannot be in a capture.
+    ``qkv_rows``, which depends on the formats of a plane too, and ``gate_up_rows`` of two formats
+    are compiled at their first launch, which cannot be in a capture.
     """
     tiles = [TILE_FORMATS[f].tile for f in formats]
     registry.kernels(
         device,
         [
-            *(("matmul_rows", {"tile": t, "rows": r}) for t in tiles for r in ROWS_AT_ONCE),
-            *(("embed_rows", {"tile": t}) for t in tiles),
-            *((name, {}) for name in ("add_norm", "split_rope", "swiglu", "argmax_rows")),
+            *((name, {"tile": t}) for name in ("embed_rows", "add_product", "logits_rows")
+              for t in tiles),
+            *(("gate_up_rows", {"gate": t, "up": t}) for t in tiles),
+            ("pick_rows", {}),
         ],
-    )
+    )  # fmt: skip
 
 
-def _kernel(device: Device, name: str, tile: str = "", rows: int = 0) -> Kernel:
-    key = (name, tile, rows)
+class _Cut:
+    """How a product is cut for a launch; bits depend on ``slice_blocks`` alone."""
+
+    def __init__(
+        self, device: Device, kernel: str, matrix: TiledMatrix, n_rows: int, programmatic: bool
+    ) -> None:
+        self.n_blocks = matrix.n_in // 32
+        self.slice_blocks = slice_blocks(matrix.n_in, _SLICES[kernel])
+        n_slices = self.n_slices = -(-self.n_blocks // self.slice_blocks)
+        outs, floats, halves = {
+            "add_product": (_FEW, n_slices * _FEW, 1),
+            "gate_up_rows": (_FEW, n_slices * (2 * _FEW + 1), 2),
+        }.get(kernel, (_TILE, n_slices * (_TILE + 1) + _TILE, 1))
+        self.group = max(1, min(n_rows, _SHARED_BYTES // (4 * floats)))
+        # A unit per thread where threads run side by side; on the host each costs its barriers.
+        threads = -(-n_slices * outs // 32) * 32 * halves if device.kind == "cuda" else 32
+        self.config = LaunchConfig(
+            (-(-matrix.n_out // outs), -(-n_rows // self.group), 1),
+            (threads, 1, 1),
+            4 * floats * self.group,
+            programmatic=_can(device, programmatic),
+        )
+
+
+def _can(device: Device, programmatic: bool) -> bool:
+    return programmatic and device.arch != "host" and int(device.arch[3:]) >= 90
+
+
+def _kernel(device: Device, name: str, **template: str) -> Kernel:
+    key = (name, *template.values())
     found: Kernel | None = device.memo.get(key)
     if found is None:
-        template = {k: v for k, v in (("tile", tile), ("rows", rows)) if v}
         found = device.memo[key] = registry.kernel(device, name, **template)
     return found
-
-
-def _tile(matrix: TiledMatrix) -> str:
-    return TILE_FORMATS[matrix.format].tile
 
 
 def _need(kernel: str, name: str, buffer: Buffer, n_elements: int) -> None:

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from memra_lowlevel.errors import ModelError
 
-__all__ = ["TILE_FORMATS", "TileFormat", "chunk_blocks", "n_chunks", "tile_rows"]
+__all__ = ["TILE_FORMATS", "TileFormat", "slice_blocks", "tile_rows"]
 
 TILE_ROWS = 32
 TILE_COLS = 32
@@ -123,22 +123,10 @@ def tile_rows(rows: npt.NDArray[Any], format: str) -> npt.NDArray[np.uint8]:
     return out.reshape(-1)
 
 
-def chunk_blocks(n_out: int, n_in: int) -> int:
-    """Blocks of 32 columns per chunk of a product: enough warps for a large device.
+def slice_blocks(n_in: int, most_slices: int) -> int:
+    """Blocks of 32 columns per slice of a product whose columns make up to ``most_slices``.
 
-    A function of the shape of the matrix alone, because the chunks decide the order of additions:
-    it must not follow the device or the number of rows.
+    A function of the shape alone, because the slices decide the order of additions: it must not
+    follow the device or the number of rows.
     """
-    n_tiles, n_blocks = -(-n_out // TILE_ROWS), n_in // TILE_COLS
-    wanted = max(1, min(_WARPS // n_tiles, n_blocks // _MIN_BLOCKS))
-    return -(-n_blocks // wanted)
-
-
-def n_chunks(n_out: int, n_in: int) -> int:
-    """Partial sums that a product leaves per output."""
-    return -(-(n_in // TILE_COLS) // chunk_blocks(n_out, n_in))
-
-
-#: Warps a product should be spread over, and the fewest blocks worth a warp of their own.
-_WARPS = 288
-_MIN_BLOCKS = 3
+    return -(-(n_in // TILE_COLS) // most_slices)

@@ -81,6 +81,9 @@ class KernelSpec:
         ``"exact"`` …: the name under which a model states what it computes with.
     same_bits : bool
         No transcendentals: host device and GPU give the same bytes.
+    pdl : str
+        ``"waits"``: the kernel reads and writes nothing that another one writes before it has
+        waited for its predecessor, so it may be launched ``programmatic``; else ``"none"``.
     """
 
     name: str
@@ -93,6 +96,7 @@ class KernelSpec:
     hot: bool = False
     numeric_class: str = "exact"
     same_bits: bool = False
+    pdl: Literal["none", "waits"] = "none"
     fields: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """Float64 oracles of the kernels in ``cuda_src/model``, named like them.
 
-They take weights as GGUF stores them, rows of bytes, and know nothing of tiles, chunks or partial
-sums. NumPy only; nothing here is shared with the kernels or their wrappers.
+They take weights as GGUF stores them, rows of bytes, and know nothing of tiles and slices.
+NumPy only; nothing here is shared with the kernels or their wrappers.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import numpy.typing as npt
 
 __all__ = [
     "NO_TOKEN",
-    "add_norm",
-    "argmax_rows",
+    "add_product",
     "embed_rows",
-    "matmul_rows",
+    "gate_up_rows",
+    "logits_rows",
+    "norm_rows",
+    "pick_rows",
+    "product",
+    "qkv_rows",
     "rope_angles",
-    "split_rope",
-    "swiglu",
     "weight_rows",
 ]
 
@@ -61,10 +63,22 @@ def weight_rows(rows: Array, format: str) -> F64:
     return np.asarray(values, np.float64).reshape(n_out, -1)
 
 
-def matmul_rows(rows: Array, format: str, x: Array) -> F64:
+def product(rows: Array, format: str, x: Array) -> F64:
     """``x @ W.T`` of stored weights: float64[n_rows, n_out] from x[n_rows, n_in]."""
-    product: F64 = np.asarray(x, np.float64) @ weight_rows(rows, format).T
-    return product
+    out: F64 = np.asarray(x, np.float64) @ weight_rows(rows, format).T
+    return out
+
+
+def add_product(rows: Array, format: str, x: Array, h: Array) -> F64:
+    """``h + x @ W.T``."""
+    return np.asarray(h, np.float64) + product(rows, format, x)
+
+
+def norm_rows(h: Array, gain: Array, eps: float) -> F64:
+    """RMS norm of each row: ``h / sqrt(mean(h²) + eps) * gain``."""
+    x = np.asarray(h, np.float64)
+    scale = 1.0 / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps)
+    return np.asarray(x * scale * np.asarray(gain, np.float64), np.float64)
 
 
 def embed_rows(rows: Array, format: str, tokens: Array) -> F64:
@@ -73,27 +87,6 @@ def embed_rows(rows: Array, format: str, tokens: Array) -> F64:
     inside = (tokens >= 0) & (tokens < rows.shape[0])
     table = weight_rows(rows[np.where(inside, tokens, 0)], format)
     return np.where(inside[:, None], table, np.nan)
-
-
-def add_norm(h: Array, parts: Array | None, weight: Array, eps: float) -> tuple[F64, F64]:
-    """Residual sum and its RMS normalisation.
-
-    Parameters
-    ----------
-    h : float[n_rows, width]
-    parts : float[n_parts, n_rows, width] or None
-    weight : float[width]
-    eps : float
-
-    Returns
-    -------
-    sum, normed : float64[n_rows, width]
-    """
-    total = np.asarray(h, np.float64)
-    if parts is not None:
-        total = total + np.asarray(parts, np.float64).sum(axis=0)
-    scale = 1.0 / np.sqrt((total**2).mean(axis=-1, keepdims=True) + eps)
-    return total, total * scale * np.asarray(weight, np.float64)
 
 
 def rope_angles(n_positions: int, n_rot: int, theta: float, factors: Array | None = None) -> F64:
@@ -106,14 +99,31 @@ def rope_angles(n_positions: int, n_rot: int, theta: float, factors: Array | Non
     return turns
 
 
-def split_rope(
-    parts: Array, angles: Array, position: int, q_dim: int, kv_dim: int, head_dim: int
+def qkv_rows(
+    rows: Array,
+    format: str,
+    h: Array,
+    gain: Array,
+    eps: float,
+    angles: Array,
+    position: int,
+    q_dim: int,
+    kv_dim: int,
+    head_dim: int,
 ) -> tuple[F64, F64, F64]:
     """Query, key and value of rows at ``position``, ``position + 1``, …; q and k rotated.
 
     A pair is two neighbouring channels. Rows past the angle table rotate to NaN.
+
+    Parameters
+    ----------
+    rows : uint8[q_dim + 2 * kv_dim, row_bytes]
+        Weights of q, k and v.
+    h : float[n_rows, width]
+    gain : float[width]
+    angles : float[n_positions, n_rot / 2, 2]
     """
-    joined = np.asarray(parts, np.float64).sum(axis=0)
+    joined = product(rows, format, norm_rows(h, gain, eps))
     n_rows, n_positions, n_rot = joined.shape[0], angles.shape[0], 2 * angles.shape[1]
     at = position + np.arange(n_rows)
     inside = (at >= 0) & (at < n_positions)
@@ -132,14 +142,22 @@ def split_rope(
     return rotate(q), rotate(k), v
 
 
-def swiglu(parts: Array) -> F64:
-    """``silu(gate) * up`` of float[n_parts, n_rows, 2 * n_ff], gate columns first."""
-    gate, up = np.split(np.asarray(parts, np.float64).sum(axis=0), 2, axis=-1)
+def gate_up_rows(
+    gate: tuple[Array, str], up: tuple[Array, str], h: Array, gain: Array, eps: float
+) -> F64:
+    """``silu(gate x) * (up x)`` of normed rows; a matrix is its rows of bytes and its format."""
+    x = norm_rows(h, gain, eps)
+    g, u = product(*gate, x), product(*up, x)
     with np.errstate(over="ignore"):
-        return np.asarray(gate / (1.0 + np.exp(-gate)) * up, np.float64)
+        return np.asarray(g / (1.0 + np.exp(-g)) * u, np.float64)
 
 
-def argmax_rows(logits: Array) -> tuple[npt.NDArray[np.int32], F64]:
+def logits_rows(rows: Array, format: str, h: Array, gain: Array, eps: float) -> F64:
+    """Logits of normed rows."""
+    return product(rows, format, norm_rows(h, gain, eps))
+
+
+def pick_rows(logits: Array) -> tuple[npt.NDArray[np.int32], F64]:
     """Lowest id of the greatest value of each row, and its softmax probability.
 
     NaN never wins; a row of NaN gives ``NO_TOKEN``. The probability of a row with a NaN is NaN.

@@ -128,7 +128,7 @@ def test_a_process_without_nvrtc_runs_from_a_store(tmp_path: Path) -> None:
     """The tool builds, and a process that has no bindings at all takes the code."""
     tool = Path(__file__).parents[2] / "tools" / "build_cubins.py"
     out = tmp_path / "cubins.zip"
-    build = [sys.executable, str(tool), str(out), "--arch", "sm_90", "--kernel", "argmax"]
+    build = [sys.executable, str(tool), str(out), "--arch", "sm_90", "--kernel", "counters"]
     done = subprocess.run(build, capture_output=True, text=True, check=True)
     assert "CubinStore" in done.stdout
     check = subprocess.run([*build[:3], "--verify"], capture_output=True, text=True, check=True)
@@ -136,7 +136,7 @@ def test_a_process_without_nvrtc_runs_from_a_store(tmp_path: Path) -> None:
     program = (
         "import sys; sys.modules['cuda'] = None\n"
         "from memra_lowlevel.compile import compile_file\n"
-        "image = compile_file('model/argmax.cu', arch='sm_90')\n"
+        "image = compile_file('kv/counters.cu', arch='sm_90')\n"
         "print(image.origin, sorted(image.entries)[0], image.data[:4])"
     )
     import os
@@ -148,7 +148,7 @@ def test_a_process_without_nvrtc_runs_from_a_store(tmp_path: Path) -> None:
         check=True,
         env={**os.environ, "MEMRA_CUBINS": str(out)},
     )
-    assert run.stdout.startswith("store argmax_rows b'\\x7fELF'")
+    assert run.stdout.startswith("store add_counters b'\\x7fELF'")
     bad = subprocess.run(
         [sys.executable, "-c", program.replace("sys.modules['cuda'] = None", "pass")],
         capture_output=True,

@@ -7,16 +7,23 @@ import numpy as np
 import pytest
 
 from memra_lowlevel import errors
-from memra_lowlevel.compile import DEFAULT_ARCHS, cuda_src_root
+from memra_lowlevel.compile import DEFAULT_ARCHS, compile_file, cuda_src_root
 from memra_lowlevel.driver.host import runner
 from memra_lowlevel.kernels import registry
-from memra_lowlevel.kernels.model_tiles import TILE_FORMATS, chunk_blocks, n_chunks, tile_rows
+from memra_lowlevel.kernels.model_tiles import TILE_FORMATS, tile_rows
 from memra_lowlevel.reference import model as oracle
 
 I, F = np.int32, np.float32  # noqa: E741
 BARRIER = "__syncthreads();"
-MODEL = ("add_norm", "argmax_rows", "embed_rows", "matmul_rows", "split_rope", "swiglu")
+MODEL = (
+    "add_product", "embed_rows", "gate_up_rows", "logits_rows", "pick_rows", "qkv_rows",
+)  # fmt: skip
 ORDERS = ("forward", "reverse", "random")
+EPS = F(1e-5)
+#: Threads of a block: some have several units, and some none.
+THREADS = 96
+#: Rows of a launch, and of a block of threads.
+ROWS, GROUP = 3, 2
 
 
 def normal(*shape):
@@ -27,86 +34,102 @@ def poisoned(*shape, dtype=F):
     return np.full(shape, -1, np.int32).view(dtype)
 
 
-def run_norm(source="model/norm.cu", width=600, **options):
-    h, parts, weight, out = normal(2, width), normal(3, 2, width), normal(width), poisoned(2, width)
-    kernel = runner.quick(source, "add_norm", check=options.pop("check", True))
-    kernel(
-        (2, 1, 1), (256, 1, 1), 0, h, parts, I(3), weight, out, I(2), I(width), F(1e-5), **options
-    )
-    return out
-
-
-def run_argmax(source="model/argmax.cu", n_cols=3000, **options):
-    logits, out, prob = normal(2, n_cols), poisoned(2, dtype=I), poisoned(2)
-    kernel = runner.quick(source, "argmax_rows", check=options.pop("check", True))
-    kernel((2, 1, 1), (1024, 1, 1), 0, logits, out, prob, I(n_cols), **options)
-    np.testing.assert_array_equal(out, logits.argmax(axis=1))
-    return np.concatenate([out.view(F), prob])
-
-
-def run_matmul(format, rows=4, **options):
-    n_out, n_in, n = 40, 320, 3
+def tiles(format, n_out, n_in):
     values = normal(n_out, n_in)
     stored = values.view(np.uint8)
-    if format != "f32":
+    if format == "f16":
+        stored = values.astype(np.float16).view(np.uint8)
+    elif format != "f32":
         stored = gguf.quants.quantize(values, gguf.GGMLQuantizationType[format.upper()])
-    stored = stored.view(np.uint8).reshape(n_out, -1)
-    parts = poisoned(n_chunks(n_out, n_in), n, n_out)
-    kernel = runner.quick(
-        "model/matmul.cu",
-        f"matmul_rows<{TILE_FORMATS[format].tile}, {rows}>",
-        check=options.pop("check", True),
-    )
-    kernel(
-        (2, len(parts), 1), (32, 1, 1), 0, tile_rows(stored, format), normal(n, n_in), parts, I(n),
-        I(n_out), I(n_in // 32), I(chunk_blocks(n_out, n_in)), I(n_out), **options,
+    return tile_rows(stored.view(np.uint8).reshape(n_out, -1), format)
+
+
+def kernel(source, entry, check=True, threads=THREADS, **options):
+    """A launch of three rows, two at a time; columns in slices of two blocks."""
+    run = runner.quick(source, entry, check=check)
+
+    def launch(blocks, shared_floats, *args):
+        grid = (blocks, -(-ROWS // GROUP), 1)
+        run(grid, (threads, 1, 1), 4 * GROUP * shared_floats, *args, **options)
+
+    return launch
+
+
+def run_project(format, source="model/project.cu", n_in=224, **options):
+    h, n_out = normal(ROWS, 12), 12
+    launch = kernel(source, f"add_product<{TILE_FORMATS[format].tile}>", **options)
+    launch(
+        2, 8 * 4, tiles(format, n_out, n_in), normal(ROWS, n_in), h, I(ROWS), I(GROUP), I(n_out),
+        I(n_in // 32), I(2), I(4),
     )  # fmt: skip
-    return parts
-
-
-def run_embed(format, **options):
-    values = normal(40, 64)
-    stored = values.view(np.uint8)
-    if format != "f32":
-        stored = gguf.quants.quantize(values, gguf.GGMLQuantizationType[format.upper()])
-    tiles = tile_rows(stored.view(np.uint8).reshape(40, -1), format)
-    h = poisoned(3, 64)
-    kernel = runner.quick(
-        "model/embed.cu",
-        f"embed_rows<{TILE_FORMATS[format].tile}>",
-        check=options.pop("check", True),
-    )
-    tokens = np.array([0, 39, 40], np.uint32)
-    kernel((1, 3, 1), (32, 1, 1), 0, tiles, tokens, h, I(2), I(40), **options)
     return h
 
 
-def run_rope(**options):
-    parts, q, k, v = normal(2, 3, 320), poisoned(3, 192), poisoned(3, 64), poisoned(3, 64)
-    angles = oracle.rope_angles(10, 64, 1e4).astype(F)
-    kernel = runner.quick("model/rope.cu", "split_rope", check=options.pop("check", True))
-    kernel(
-        (2, 3, 1), (128, 1, 1), 0, parts, I(2), angles, np.array([8], I), q, k, v, I(3), I(192),
-        I(64), I(64), I(64), I(10), **options,
+def run_gated(gate, up, source="model/gated.cu", n_in=224, **options):
+    out, n_ff = poisoned(ROWS, 12), 12
+    entry = f"gate_up_rows<{TILE_FORMATS[gate].tile}, {TILE_FORMATS[up].tile}>"
+    kernel(source, entry, **options)(
+        2, 17 * 4, tiles(gate, n_ff, n_in), tiles(up, n_ff, n_in), normal(ROWS, n_in),
+        normal(n_in), out, I(ROWS), I(GROUP), I(n_ff), I(n_in // 32), I(2), I(4), EPS,
     )  # fmt: skip
-    return np.concatenate([q, k, v], axis=1)
-
-
-def run_swiglu(**options):
-    parts, out = normal(2, 3, 2 * 160), poisoned(3, 160)
-    kernel = runner.quick("model/swiglu.cu", "swiglu", check=options.pop("check", True))
-    kernel((2, 3, 1), (128, 1, 1), 0, parts, I(2), out, I(3), I(160), **options)
     return out
 
 
+def run_qkv(format, source="model/qkv.cu", n_in=224, **options):
+    q, k, v = poisoned(ROWS, 64), np.full((5, 68), 255, "u1"), np.full((5, 48), 255, "u1")
+    angles = oracle.rope_angles(10, 64, 1e4).astype(F)
+    entry = f"qkv_rows<{TILE_FORMATS[format].tile}, Q8_0, Q5_1>"
+    kernel(source, entry, **options)(
+        6, 33 * 4 + 32, tiles(format, 192, n_in), normal(ROWS, n_in), normal(n_in), angles,
+        np.array([8], I), q, k, v, np.array([13], I), np.array([12], I), I(ROWS), I(GROUP), I(0),
+        I(64), I(64), I(64), I(64), I(10), I(5), I(n_in // 32), I(2), I(4), EPS,
+    )  # fmt: skip
+    assert (k[[0, 4]] == 255).all() and (v[[0, 4]] == 255).all()
+    return np.concatenate([a.view(np.uint8).reshape(-1) for a in (q, k, v)])
+
+
+def run_logits(format, source="model/logits.cu", n_in=224, **options):
+    logits, values = poisoned(ROWS, 70), poisoned(ROWS, 3)
+    ids, sums = poisoned(ROWS, 3, dtype=I), poisoned(ROWS, 3)
+    entry = f"logits_rows<{TILE_FORMATS[format].tile}>"
+    kernel(source, entry, **options)(
+        3, 33 * 4 + 32, tiles(format, 70, n_in), normal(ROWS, n_in), normal(n_in), logits, values,
+        ids, sums, I(ROWS), I(GROUP), I(70), I(n_in // 32), I(2), I(4), EPS,
+    )  # fmt: skip
+    assert not np.isnan(logits).any()
+    return np.concatenate([logits, values, ids.view(F), sums], axis=1)
+
+
+def run_pick(source="model/logits.cu", n_tiles=700, check=True, **options):
+    values, sums = normal(2, n_tiles), np.abs(normal(2, n_tiles))
+    ids = np.arange(2 * n_tiles, dtype=I).reshape(2, -1)
+    out, prob = poisoned(2, dtype=I), poisoned(2)
+    run = runner.quick(source, "pick_rows", check=check)
+    run((2, 1, 1), (256, 1, 1), 0, values, ids, sums, out, prob, I(n_tiles), **options)
+    np.testing.assert_array_equal(out, values.argmax(axis=1) + np.array([0, n_tiles]))
+    return np.concatenate([out.view(F), prob])
+
+
+def run_embed(format, check=True, **options):
+    h = poisoned(3, 64)
+    run = runner.quick("model/embed.cu", f"embed_rows<{TILE_FORMATS[format].tile}>", check=check)
+    tokens = np.array([0, 39, 40], np.uint32)
+    run((1, 3, 1), (32, 1, 1), 0, tiles(format, 40, 64), tokens, h, I(2), I(40), **options)
+    return h
+
+
 RUNS = {
-    "norm": run_norm,
-    "argmax": run_argmax,
-    "rope": run_rope,
-    "swiglu": run_swiglu,
-    **{f"matmul {f}": lambda f=f, **o: run_matmul(f, **o) for f in TILE_FORMATS},
-    **{f"embed {f}": lambda f=f, **o: run_embed(f, **o) for f in TILE_FORMATS},
-}
+    "pick": run_pick,
+    "gated f32 q4_1": lambda **o: run_gated("f32", "q4_1", **o),
+    **{f"gated {f}": lambda f=f, **o: run_gated(f, f, **o) for f in TILE_FORMATS},
+    **{
+        f"{name} {f}": lambda f=f, run=run, **o: run(f, **o)
+        for f in TILE_FORMATS
+        for name, run in (
+            ("project", run_project), ("qkv", run_qkv), ("logits", run_logits), ("embed", run_embed)
+        )
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -116,6 +139,13 @@ def test_clean_in_check_mode_and_the_same_bits_in_any_order(name):
         checked = RUNS[name](order=order, seed=5)
         assert checked.tobytes() == plain.tobytes(), order
     assert RUNS[name](check=False, workers=2).tobytes() == plain.tobytes()
+
+
+@pytest.mark.parametrize("name", [n for n in RUNS if n.endswith("q4_1") and "embed" not in n])
+def test_the_number_of_threads_changes_no_bit(name):
+    wanted = RUNS[name](check=False)
+    for threads in (32, 64, 256):
+        assert RUNS[name](check=False, threads=threads).tobytes() == wanted.tobytes(), threads
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -136,13 +166,19 @@ def _barriers(name):
     return [m.start() for m in re.finditer(re.escape(BARRIER), text)]
 
 
-MUTANTS = [(n, i) for n in ("norm", "argmax") for i in range(len(_barriers(n)))]
+#: What runs the barriers of a source, and how many of them it has.
+SOURCES = {
+    "project": (("project q4_1",), 1),
+    "gated": (("gated q4_1",), 1),
+    "qkv": (("qkv q4_1",), 2),
+    "logits": (("logits q4_1", "pick"), 6),
+}
+MUTANTS = [(name, i) for name, (_, n) in SOURCES.items() for i in range(n)]
 
 
-def test_there_are_barriers_to_take_away():
-    assert len(MUTANTS) >= 6
-    others = {p.stem for p in (cuda_src_root() / "model").glob("*.cu")} - {"norm", "argmax"}
-    assert not any(_barriers(name) for name in others)
+def test_every_barrier_is_known():
+    for path in (cuda_src_root() / "model").glob("*.cu"):
+        assert len(_barriers(path.stem)) == SOURCES.get(path.stem, ((), 0))[1], path
 
 
 @pytest.mark.parametrize(("name", "which"), MUTANTS)
@@ -151,8 +187,38 @@ def test_every_barrier_is_needed(name, which):
     place = _barriers(name)[which]
     source = text[:place] + text[place + len(BARRIER) :]
     with pytest.raises((errors.DataRace, errors.UninitialisedRead)):
-        for order in ("forward", "reverse"):
-            RUNS[name](source=source, order=order)
+        for run in SOURCES[name][0]:
+            for order in ("forward", "reverse"):
+                RUNS[run](source=source, order=order)
+
+
+WAITING = [name for name in MODEL if registry.spec(name).pdl == "waits"]
+PTX = re.compile(r"\.entry (\w+)\(.*?\n}", re.DOTALL)
+
+
+def test_kernels_that_may_start_early_wait_before_they_touch_what_moves():
+    """In PTX: one admission, then the wait, and before it nothing but constant loads."""
+    assert len(WAITING) == 5
+    for name in WAITING:
+        spec = registry.spec(name)
+        image = compile_file(
+            spec.source,
+            arch="compute_90",
+            name_expressions=[e for e in spec.expressions if "<" in e],
+        )
+        bodies = {m[1]: m[0] for m in PTX.finditer(image.data.decode())}
+        for expression in spec.expressions:
+            body = bodies[image.entries[expression]]
+            admitted, waits = (
+                [m.start() for m in re.finditer(rf"griddepcontrol\.{word}", body)]
+                for word in ("launch_dependents", "wait")
+            )
+            assert len(admitted) == 1 and len(waits) == 1, expression
+            early = body[: waits[0]]
+            assert admitted[0] < waits[0]
+            assert not re.search(r"\b(st|atom|red)\.", early), expression
+            loads = re.findall(r"\bld\.(?!param)[\w.:]+", early)
+            assert all(".global.nc" in load for load in loads), (expression, set(loads))
 
 
 @pytest.mark.parametrize("arch", DEFAULT_ARCHS)

@@ -1,17 +1,25 @@
 """The kernels of a Llama block against their float64 oracles, on fresh random input."""
 
+import itertools
+
 import gguf
 import numpy as np
 import pytest
 from conftest import Bench
 
+from memra_lowlevel import formats
+from memra_lowlevel.errors import ArgumentError
+from memra_lowlevel.kernels import kv_append
 from memra_lowlevel.kernels import model as ops
-from memra_lowlevel.kernels.model_tiles import TILE_FORMATS, chunk_blocks, tile_rows
+from memra_lowlevel.kernels.model_tiles import TILE_FORMATS, slice_blocks, tile_rows
 from memra_lowlevel.reference import model as oracle
 
 FORMATS = sorted(TILE_FORMATS)
-SHAPES = [(32, 32), (33, 64), (1, 96), (192, 576), (576, 1536), (250, 160)]
-NAN = np.float32(np.nan)
+#: (outputs, columns): tiles and slices that are full and not, a unit and many units per thread.
+SHAPES = [(32, 32), (33, 64), (1, 96), (192, 576), (576, 1536), (250, 160), (40, 2400)]
+EPS = 1e-5
+#: What makes the norm of a one-hot row of 32 the row itself: mean of squares + eps = 1.
+ONE_HOT_EPS = 1 - 1 / 32
 
 
 def stored(rng, n_out, n_in, format):
@@ -62,60 +70,54 @@ def test_tiles_keep_every_byte(rng, format):
     assert not padding.any()
 
 
-# -- products --------------------------------------------------------------------------------------
+# -- h += W x -------------------------------------------------------------------------------------
+def upload(bench, rows, format):
+    return ops.TiledMatrix.upload(bench.device, bench.stream, rows, format)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_product(bench, rng, format, shape):
+def test_add_product(bench, rng, format, shape):
     n_out, n_in = shape
     rows = stored(rng, n_out, n_in, format)
     x = rng.standard_normal((3, n_in)).astype(np.float32)
-    matrix = ops.TiledMatrix.upload(bench.device, bench.stream, rows, format)
-    parts = bench.out(matrix.n_parts, 3, n_out)
-    ops.matmul_rows(bench.stream, matrix, bench.put(x), parts, 3)
-    got = bench.get(parts).astype(np.float64).sum(axis=0)
-    size = np.abs(x).astype(np.float64) @ np.abs(oracle.weight_rows(rows, format)).T
-    close(got, oracle.matmul_rows(rows, format, x), size, 2e-6)
+    h = rng.standard_normal((4, n_out)).astype(np.float32)
+    h_d = bench.put(h)
+    ops.add_product(bench.stream, upload(bench, rows, format), bench.put(x), h_d, 3)
+    got = bench.get(h_d)
+    size = np.abs(h[:3]) + np.abs(x).astype(np.float64) @ np.abs(oracle.weight_rows(rows, format)).T
+    close(got[:3], oracle.add_product(rows, format, x, h[:3]), size, 2e-6)
+    assert bits(got[3]) == bits(h[3]), "a row too many was written"
 
 
+@pytest.mark.parametrize("n_in", [576, 2400])
 @pytest.mark.parametrize("format", FORMATS)
-def test_each_row_gets_the_bits_it_gets_alone(bench, rng, format):
-    n_out, n_in, most = 70, 576, 37
-    rows = stored(rng, n_out, n_in, format)
+def test_each_row_gets_the_bits_it_gets_alone(bench, rng, format, n_in):
+    """More rows than shared memory takes at once, too; a row of NaN harms no other."""
+    n_out, most = 70, 37
+    matrix = upload(bench, stored(rng, n_out, n_in, format), format)
     x = rng.standard_normal((most, n_in)).astype(np.float32)
-    matrix = ops.TiledMatrix.upload(bench.device, bench.stream, rows, format)
-    assert matrix.n_parts > 1
+    h = rng.standard_normal((most, n_out)).astype(np.float32)
+    x[20, 5] = np.nan
 
     def product(first, n):
-        parts = bench.out(matrix.n_parts, n, n_out)
-        ops.matmul_rows(bench.stream, matrix, bench.put(x[first : first + n]), parts, n)
-        return bench.get(parts)
+        h_d = bench.put(h[first : first + n])
+        ops.add_product(bench.stream, matrix, bench.put(x[first : first + n]), h_d, n)
+        return bench.get(h_d)
 
-    alone = np.concatenate([product(r, 1) for r in range(most)], axis=1)
-    assert not np.isnan(alone).any()
+    alone = np.concatenate([product(r, 1) for r in range(most)])
+    assert np.isnan(alone[20]).all() and np.isnan(alone).sum() == n_out
     for n in [*range(2, 18), 33, most]:
-        assert bits(product(0, n)) == bits(alone[:, :n]), f"{n} rows"
+        assert bits(product(0, n)) == bits(alone[:n]), f"{n} rows"
 
 
-def test_a_product_writes_its_columns_and_nothing_else(bench, rng):
-    rows = stored(rng, 40, 64, "q4_1")
-    matrix = ops.TiledMatrix.upload(bench.device, bench.stream, rows, "q4_1")
-    x = bench.put(rng.standard_normal((2, 64)).astype(np.float32))
-    whole, wide = bench.out(matrix.n_parts, 2, 40), bench.out(matrix.n_parts, 2, 100)
-    ops.matmul_rows(bench.stream, matrix, x, whole, 2)
-    ops.matmul_rows(bench.stream, matrix, x, wide, 2, width=100, column=30)
-    got = bench.get(wide)
-    assert bits(got[..., 30:70]) == bits(bench.get(whole))
-    assert np.isnan(got[..., :30]).all() and np.isnan(got[..., 70:]).all()
-
-
-def test_chunks_are_a_function_of_the_shape_and_cover_it():
-    for n_out in (1, 32, 192, 576, 960, 3072, 49152):
-        for n_in in (32, 64, 576, 1536, 8192):
-            chunk = chunk_blocks(n_out, n_in)
-            assert 1 <= chunk <= n_in // 32
-            parts = -(-(n_in // 32) // chunk)
-            assert (parts - 1) * chunk < n_in // 32 <= parts * chunk
-    assert chunk_blocks(49152, 576) == 18, "the logits are one sum each"
+def test_slices_are_a_function_of_the_shape_and_cover_it():
+    for most in (18, 32, 64):
+        for n_in in (32, 64, 576, 1536, 2400, 8192):
+            size = slice_blocks(n_in, most)
+            n = -(-(n_in // 32) // size)
+            assert 1 <= n <= most and (n - 1) * size < n_in // 32 <= n * size
+    assert slice_blocks(576, 18) == slice_blocks(1536, 64) == 1, "one load per thread of SmolLM2"
 
 
 def test_special_weights_and_activations(bench):
@@ -123,14 +125,13 @@ def test_special_weights_and_activations(bench):
     rows[:, 2:] = np.arange(-16, 16, dtype=np.int8).view(np.uint8)
     scales = np.array([0.0, -0.0, 6e-8, -1.0, 65504.0, np.inf, np.nan] + [1.0] * 25, np.float16)
     rows[:, :2] = scales[:, None].view(np.uint8)
-    matrix = ops.TiledMatrix.upload(bench.device, bench.stream, rows, "q8_0")
     x = np.ones((2, 32), np.float32)
     x[1, 3] = np.inf
-    parts = bench.out(1, 2, 32)
-    ops.matmul_rows(bench.stream, matrix, bench.put(x), parts, 2)
-    got = bench.get(parts)[0]
+    h = bench.put(np.zeros((2, 32), np.float32))
+    ops.add_product(bench.stream, upload(bench, rows, "q8_0"), bench.put(x), h, 2)
+    got = bench.get(h)
     with np.errstate(invalid="ignore"):
-        want = oracle.matmul_rows(rows, "q8_0", x)
+        want = oracle.product(rows, "q8_0", x)
     np.testing.assert_array_equal(got[0], want[0].astype(np.float32))
     assert (np.isnan(got[1]) == np.isnan(want[1])).all()
 
@@ -159,95 +160,270 @@ def test_a_token_outside_the_table_gives_nan_and_no_neighbour_suffers(bench, rng
     close(got, oracle.embed_rows(rows, "q8_0", tokens), 1.0, 4e-7)
 
 
-# -- norm, rotation, activation --------------------------------------------------------------------
-@pytest.mark.parametrize("width", [32, 64, 255, 256, 257, 576, 2048])
-@pytest.mark.parametrize("n_parts", [0, 1, 5])
-def test_add_norm(bench, rng, width, n_parts):
-    n = 3
-    h = rng.standard_normal((n, width)).astype(np.float32)
-    weight = rng.standard_normal(width).astype(np.float32)
-    parts = rng.standard_normal((n_parts, n, width)).astype(np.float32) if n_parts else None
-    h_d, out = bench.put(h), bench.out(n, width)
-    parts_d = None if parts is None else bench.put(parts)
-    ops.add_norm(bench.stream, h_d, parts_d, n_parts, bench.put(weight), out, n, 1e-5)
-    total, normed = oracle.add_norm(h, parts, weight, 1e-5)
-    close(bench.get(h_d), total, 1 + np.abs(total), 1e-6)
-    close(bench.get(out), normed, 1 + np.abs(normed), 2e-6)
-    if parts is None:
-        assert bits(bench.get(h_d)) == bits(h)
+# -- norm, q, k, v, rotation, rows of the cache ----------------------------------------------------
+class Rows:
+    """Planes of one layer, poisoned, whose rows start behind ``length``."""
+
+    def __init__(self, bench, capacity, kv_dim, k_format, v_format, length=0, base=None):
+        self.k_format, self.v_format, self.rows = k_format, v_format, capacity
+        self.k = bench.out(capacity * k_format.row_bytes(kv_dim), dtype=np.uint8)
+        self.v = bench.out(capacity * v_format.row_bytes(kv_dim), dtype=np.uint8)
+        self.len_d = bench.put(np.array([length], np.int32))
+        self.base_d = None if base is None else bench.put(np.array([base], np.int32))
+
+    def get(self, bench):
+        return [bench.get(p).reshape(self.rows, -1) for p in (self.k, self.v)]
 
 
-def test_add_norm_rows_do_not_see_each_other(bench, rng):
-    h = rng.standard_normal((17, 576)).astype(np.float32)
-    parts = rng.standard_normal((4, 17, 576)).astype(np.float32)
-    weight = bench.put(rng.standard_normal(576).astype(np.float32))
-    h[5, 7] = np.nan
+class Qkv:
+    """Random weights and rows: ``heads`` query heads, ``kv_heads`` kv heads of ``dim``."""
 
-    def run(first, n):
-        h_d, out = bench.put(h[first : first + n]), bench.out(n, 576)
-        ops.add_norm(
-            bench.stream, h_d, bench.put(parts[:, first : first + n]), 4, weight, out, n, 1e-5
-        )
-        return np.concatenate([bench.get(h_d), bench.get(out)], axis=1)
+    def __init__(self, rng, format="q4_1", width=96, n=5, heads=3, kv_heads=1, dim=64, n_rot=64):
+        self.q_dim, self.kv_dim, self.dim = heads * dim, kv_heads * dim, dim
+        self.format, self.n, self.width = format, n, width
+        self.rows = stored(rng, self.q_dim + 2 * self.kv_dim, width, format)
+        self.h = rng.standard_normal((n, width)).astype(np.float32)
+        self.gain = rng.uniform(0.5, 1.5, width).astype(np.float32)
+        self.angles = oracle.rope_angles(100, n_rot, 1e4).astype(np.float32)
 
-    together = run(0, 17)
-    alone = np.concatenate([run(r, 1) for r in range(17)])
-    finite = np.arange(17) != 5
-    assert bits(together[finite]) == bits(alone[finite])
-    assert np.isnan(together[5, 576:]).all() and not np.isnan(together[finite]).any()
+    def want(self, position):
+        return oracle.qkv_rows(
+            self.rows, self.format, self.h, self.gain, EPS, self.angles, position, self.q_dim,
+            self.kv_dim, self.dim,
+        )  # fmt: skip
+
+    def size(self):
+        """Sum of |w x| for each output."""
+        x = np.abs(oracle.norm_rows(self.h, self.gain, EPS))
+        return x @ np.abs(oracle.weight_rows(self.rows, self.format)).T
+
+    def run(self, bench, plane, position, rows=slice(None), splits=None):
+        """q of some of the rows; the weights may be cut into several matrices."""
+        h = np.ascontiguousarray(self.h[rows])
+        q = bench.out(len(h), self.q_dim)
+        edges = [0, *(splits or []), len(self.rows)]
+        for begin, end in itertools.pairwise(edges):
+            ops.qkv_rows(
+                bench.stream, upload(bench, self.rows[begin:end], self.format), bench.put(h),
+                bench.put(self.gain), bench.put(self.angles),
+                bench.put(np.array([position], np.int32)), q, plane, len(h), EPS,
+                head_dim=self.dim, q_dim=self.q_dim, kv_dim=self.kv_dim, column=begin,
+            )  # fmt: skip
+        return bench.get(q)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("width", [32, 576, 1216])
+def test_qkv_rows(bench, rng, format, width):
+    case = Qkv(rng, format, width)
+    plane = Rows(bench, 12, case.kv_dim, formats.F32, formats.F32, length=3)
+    got = [case.run(bench, plane, 3), *(p.view(np.float32) for p in plane.get(bench))]
+    size = np.split(case.size(), [case.q_dim, case.q_dim + case.kv_dim], axis=1)
+    for have, want, scale in zip(got, case.want(3), size, strict=True):
+        if have is not got[0]:
+            assert np.isnan(have[:3]).all() and np.isnan(have[8:]).all(), "a row too many"
+            have = have[3:8]
+        # a rotated pair shares its error
+        pair = scale.reshape(len(scale), -1, 2).max(axis=2).repeat(2, axis=1)
+        close(have, want, pair, 2e-6)
 
 
 @pytest.mark.parametrize("position", [0, 1, 94, 97, 100])
 @pytest.mark.parametrize("n_rot", [64, 32])
-def test_split_rope(bench, rng, position, n_rot):
-    n, heads, kv_heads, dim = 5, 3, 1, 64
-    q_dim, kv_dim = heads * dim, kv_heads * dim
-    parts = rng.standard_normal((2, n, q_dim + 2 * kv_dim)).astype(np.float32)
-    angles = oracle.rope_angles(100, n_rot, 1e4).astype(np.float32)
-    q, k, v = bench.out(n, q_dim), bench.out(n, kv_dim), bench.out(n, kv_dim)
-    ops.split_rope(
-        bench.stream, bench.put(parts), 2, bench.put(angles), bench.put(np.array([position], "i4")),
-        q, k, v, n, head_dim=dim, q_dim=q_dim, kv_dim=kv_dim,
+def test_rotation(bench, rng, position, n_rot):
+    case = Qkv(rng, n_rot=n_rot)
+    plane = Rows(bench, 5, case.kv_dim, formats.F32, formats.F32)
+    got = [case.run(bench, plane, position), *(p.view(np.float32) for p in plane.get(bench))]
+    for have, want in zip(got, case.want(position), strict=True):
+        close(have, want, case.size().max(), 2e-6)
+    past = position + np.arange(5) >= 100
+    assert (np.isnan(got[0]).any(axis=1) == past).all() and not np.isnan(got[2]).any()
+
+
+@pytest.mark.parametrize(
+    "pair", [("Q8_0", "Q5_1"), ("Q8_0", "Q4_0"), ("E4M3", "E4M3"), ("F16", "BF16")], ids="/".join
+)
+def test_stored_rows_are_those_of_append(bench, rng, pair):
+    """The bytes are what append_kv makes of the same f32 rows."""
+    k_format, v_format = (getattr(formats, name) for name in pair)
+    case = Qkv(rng, width=576, kv_heads=3)
+    plain = Rows(bench, 5, case.kv_dim, formats.F32, formats.F32)
+    case.run(bench, plain, 7)
+    k, v = (
+        bench.put(p.view(np.float32).reshape(5, case.kv_dim)) for p in plain.get(bench)
     )  # fmt: skip
-    want = oracle.split_rope(parts, angles, position, q_dim, kv_dim, dim)
-    for got, expected in zip((q, k, v), want, strict=True):
-        close(bench.get(got), expected, 1 + np.abs(expected), 1e-6)
-    past = position + np.arange(n) >= 100
-    assert (np.isnan(bench.get(q)).any(axis=1) == past).all()
-    assert not np.isnan(bench.get(v)).any()
+    fused = Rows(bench, 9, case.kv_dim, k_format, v_format, length=2)
+    apart = Rows(bench, 9, case.kv_dim, k_format, v_format, length=2)
+    case.run(bench, fused, 7)
+    kv_append.append(
+        bench.stream, k, v, apart.k, apart.v, apart.len_d,
+        k_format=k_format, v_format=v_format, rows=9,
+    )  # fmt: skip
+    for one, other in zip(fused.get(bench), apart.get(bench), strict=True):
+        assert bits(one) == bits(other)
+        assert (one[2:7] != 0xFF).any(axis=1).all()
 
 
-def test_swiglu(bench, rng):
-    parts = rng.standard_normal((3, 4, 2 * 160)).astype(np.float32) * 3
-    parts[:, 0, :4] = [[-200], [0], [0]]
-    parts[:, 1, :4] = [[200], [0], [0]]
-    out = bench.out(4, 160)
-    ops.swiglu(bench.stream, bench.put(parts), 3, out, 4, 160)
-    want = oracle.swiglu(parts)
-    size = np.abs(parts.astype(np.float64)).sum(axis=0)
-    close(bench.get(out), want, 1 + size[:, :160] * size[:, 160:], 1e-6)
+@pytest.mark.parametrize(("length", "base"), [(6, None), (6, 0), (20, 14), (20, 15), (20, 21)])
+def test_rows_without_room_are_dropped(bench, rng, length, base):
+    case = Qkv(rng)
+    want = Rows(bench, 5, case.kv_dim, formats.Q8_0, formats.Q5_1)
+    q = case.run(bench, want, 9)
+    plane = Rows(bench, 9, case.kv_dim, formats.Q8_0, formats.Q5_1, length=length, base=base)
+    assert bits(case.run(bench, plane, 9)) == bits(q)
+    at = length - (base or 0) + np.arange(5)
+    kept = (at >= 0) & (at < 9)
+    assert not kept.all() or base in (15,), "the case should drop a row or fit exactly"
+    for rows, wanted in zip(plane.get(bench), want.get(bench), strict=True):
+        assert bits(rows[at[kept]]) == bits(wanted[kept])
+        others = np.setdiff1d(np.arange(9), at[kept])
+        assert (rows[others] == 0xFF).all()
 
 
-# -- argmax ----------------------------------------------------------------------------------------
-def _argmax(bench, logits, probability=False):
-    n, n_cols = logits.shape
-    out = bench.out(n + 1, dtype=np.int32)
+def test_q_k_and_v_may_come_apart_and_rows_do_not_see_each_other(bench, rng):
+    case = Qkv(rng, width=576, n=33)
+    case.h[5, 7] = np.nan
+    kinds = (case.kv_dim, formats.Q8_0, formats.Q5_1)
+    whole, apart = (Rows(bench, 33, *kinds) for _ in range(2))
+    q = case.run(bench, whole, 2)
+    assert bits(case.run(bench, apart, 2, splits=[case.q_dim, case.q_dim + case.kv_dim])) == bits(q)
+    for one, other in zip(whole.get(bench), apart.get(bench), strict=True):
+        assert bits(one) == bits(other)
+    assert np.isnan(q[5]).all() and not np.isnan(np.delete(q, 5, axis=0)).any()
+    for n in (1, 2, 5, 17):
+        rows = [slice(r, min(r + n, 33)) for r in range(0, 33, n)]
+        pieces, planes = [], []
+        for piece in rows:
+            plane = Rows(bench, 33, *kinds, length=piece.start)
+            pieces.append(case.run(bench, plane, 2 + piece.start, piece))
+            planes.append([p[piece] for p in plane.get(bench)])
+        assert bits(np.concatenate(pieces)) == bits(q), n
+        for side, want in enumerate(whole.get(bench)):
+            assert bits(np.concatenate([p[side] for p in planes])) == bits(want), n
+
+
+# -- norm, gate, up, activation --------------------------------------------------------------------
+MIXED = [(f, f) for f in FORMATS] + [("f32", "q4_1"), ("q8_0", "f16")]
+
+
+@pytest.mark.parametrize("pair", MIXED, ids="/".join)
+@pytest.mark.parametrize("shape", [(160, 64), (33, 576), (40, 1216)], ids=str)
+def test_gate_up_rows(bench, rng, pair, shape):
+    n_ff, width = shape
+    gate, up = (stored(rng, n_ff, width, f) for f in pair)
+    h = rng.standard_normal((4, width)).astype(np.float32)
+    gain = rng.uniform(0.5, 1.5, width).astype(np.float32)
+    out = bench.out(5, n_ff)
+    ops.gate_up_rows(
+        bench.stream, upload(bench, gate, pair[0]), upload(bench, up, pair[1]), bench.put(h),
+        bench.put(gain), out, 4, EPS,
+    )  # fmt: skip
+    want = oracle.gate_up_rows((gate, pair[0]), (up, pair[1]), h, gain, EPS)
+    x = np.abs(oracle.norm_rows(h, gain, EPS))
+    sizes = [
+        1 + x @ np.abs(oracle.weight_rows(w, f)).T for w, f in zip((gate, up), pair, strict=True)
+    ]
+    close(bench.get(out)[:4], want, sizes[0] * sizes[1], 4e-6)
+    assert np.isnan(bench.get(out)[4]).all(), "a row too many was written"
+
+
+def test_extreme_gates(bench):
+    """One column of weights: gates of -200, 0, 200 beside an up of 3."""
+    gates = np.zeros((32, 32), np.float32)
+    gates[:3, 0] = (-200, 0, 200)
+    ups = np.zeros((32, 32), np.float32)
+    ups[:, 0] = 3
+    x = np.eye(1, 32, dtype=np.float32)
+    out = bench.out(1, 32)
+    ops.gate_up_rows(
+        bench.stream, upload(bench, gates.view(np.uint8), "f32"),
+        upload(bench, ups.view(np.uint8), "f32"), bench.put(x), bench.put(np.ones(32, "f4")), out,
+        1, ONE_HOT_EPS,
+    )  # fmt: skip
+    got = bench.get(out)[0]
+    assert got[2] == 600 and (got[3:] == 0).all() and abs(got[0]) < 1e-30 and got[1] == 0
+
+
+@pytest.mark.parametrize("width", [576, 1216])
+def test_gated_rows_do_not_see_each_other(bench, rng, width):
+    matrices = [upload(bench, stored(rng, 40, width, "q4_1"), "q4_1") for _ in range(2)]
+    h = rng.standard_normal((40, width)).astype(np.float32)
+    gain = bench.put(rng.uniform(0.5, 1.5, width).astype(np.float32))
+    h[5, 7] = np.nan
+
+    def run(first, n):
+        out = bench.out(n, 40)
+        ops.gate_up_rows(
+            bench.stream, *matrices, bench.put(h[first : first + n]), gain, out, n, EPS
+        )
+        return bench.get(out)
+
+    alone = np.concatenate([run(r, 1) for r in range(40)])
+    assert np.isnan(alone[5]).all() and np.isnan(alone).sum() == 40
+    for n in (2, 5, 17, 40):
+        assert bits(run(0, n)) == bits(alone[:n]), n
+
+
+# -- logits and token ------------------------------------------------------------------------------
+def run_logits(bench, matrix, h, gain, eps, probability=False):
+    """Logits, ids and probabilities of rows; each output has a row more, which stays poisoned."""
+    n, tiles = len(h), matrix.n_tiles
+    logits, values = bench.out(n + 1, matrix.n_out), bench.out(n + 1, tiles)
+    ids, out = bench.out(n + 1, tiles, dtype=np.int32), bench.out(n + 1, dtype=np.int32)
+    sums = bench.out(n + 1, tiles) if probability else None
     prob = bench.out(n + 1) if probability else None
-    ops.argmax_rows(bench.stream, bench.put(logits), out, n, n_cols, probability=prob)
-    assert bench.get(out)[n] == -1, "a row too many was written"
-    return bench.get(out)[:n], bench.get(prob)[:n] if probability else None
+    ops.logits_rows(
+        bench.stream, matrix, bench.put(h), bench.put(gain), logits, values, ids, n, eps, sums=sums
+    )
+    ops.pick_rows(bench.stream, values, ids, out, n, tiles, sums=sums, probability=prob)
+    assert bench.get(out)[n] == -1 and np.isnan(bench.get(logits)[n]).all(), "a row too many"
+    return bench.get(logits)[:n], bench.get(out)[:n], bench.get(prob)[:n] if probability else None
+
+
+def choose(bench, logits, probability=False):
+    """Token and probability of rows that are the logits themselves, bit for bit."""
+    found = []
+    gain = np.ones(32, np.float32)
+    for row in logits:
+        weights = np.zeros((len(row), 32), np.float32)
+        weights[:, 0] = row
+        matrix = upload(bench, weights.view(np.uint8), "f32")
+        x = np.eye(1, 32, dtype=np.float32)
+        got, ids, prob = run_logits(bench, matrix, x, gain, ONE_HOT_EPS, probability)
+        np.testing.assert_array_equal(got[0], row)
+        found.append((ids[0], prob[0] if probability else None))
+    ids, probs = zip(*found, strict=True)
+    return np.array(ids), np.array(probs)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shape", [(272, 64), (1000, 576), (33, 1216)], ids=str)
+def test_logits_rows(bench, rng, format, shape):
+    rows = stored(rng, *shape, format)
+    h = rng.standard_normal((4, shape[1])).astype(np.float32)
+    gain = rng.uniform(0.5, 1.5, shape[1]).astype(np.float32)
+    matrix = upload(bench, rows, format)
+    got, ids, prob = run_logits(bench, matrix, h, gain, EPS, True)
+    size = np.abs(oracle.norm_rows(h, gain, EPS)) @ np.abs(oracle.weight_rows(rows, format)).T
+    close(got, oracle.logits_rows(rows, format, h, gain, EPS), size, 2e-6)
+    want_ids, want_prob = oracle.pick_rows(got)
+    np.testing.assert_array_equal(ids, want_ids)
+    close(prob, want_prob, want_prob, 2e-5)
+    for r in range(4):
+        alone = run_logits(bench, matrix, h[r : r + 1], gain, EPS, True)
+        assert [bits(a) for a in alone] == [bits(a[r : r + 1]) for a in (got, ids, prob)]
 
 
 @pytest.mark.parametrize("n_cols", [1, 2, 31, 1023, 1024, 1025, 5000, 49152])
-def test_argmax(bench, rng, n_cols):
-    logits = rng.standard_normal((3, n_cols)).astype(np.float32)
+def test_token(bench, rng, n_cols):
+    logits = rng.standard_normal((2, n_cols)).astype(np.float32)
     logits[1] = rng.integers(0, 3, n_cols)  # ties
-    got, _ = _argmax(bench, logits)
-    np.testing.assert_array_equal(got, oracle.argmax_rows(logits)[0])
+    got, _ = choose(bench, logits)
+    np.testing.assert_array_equal(got, oracle.pick_rows(logits)[0])
     np.testing.assert_array_equal(got, logits.argmax(axis=1))
 
 
-def test_argmax_edges(bench):
+def test_token_edges(bench):
     rows = {
         "all NaN": ([np.nan] * 3000, 0x7FFFFFFF),
         "NaN beside -inf": ([np.nan] * 2999 + [-np.inf], 2999),
@@ -261,71 +437,86 @@ def test_argmax_edges(bench):
         "last": ([0.0] * 2999 + [1.0], 2999),
     }
     logits = np.array([row for row, _ in rows.values()], np.float32)
-    got, _ = _argmax(bench, logits)
+    got, _ = choose(bench, logits)
     for (name, (_, want)), have in zip(rows.items(), got, strict=True):
         assert have == want, name
-    np.testing.assert_array_equal(got, oracle.argmax_rows(logits)[0])
+    np.testing.assert_array_equal(got, oracle.pick_rows(logits)[0])
 
 
 @pytest.mark.parametrize("n_cols", [1, 1000, 49152])
 def test_probability(bench, rng, n_cols):
-    logits = (rng.standard_normal((4, n_cols)) * 4).astype(np.float32)
+    logits = (rng.standard_normal((5, n_cols)) * 4).astype(np.float32)
     logits[2, 0] = np.nan
     logits[3, n_cols // 2 :] = -np.inf
     logits[3, 0] = 1.0
-    ids, got = _argmax(bench, logits, probability=True)
-    want_ids, want = oracle.argmax_rows(logits)
+    logits[4] = -np.inf
+    ids, got = choose(bench, logits, probability=True)
+    with np.errstate(invalid="ignore"):
+        want_ids, want = oracle.pick_rows(logits)
     np.testing.assert_array_equal(ids, want_ids)
     close(got.astype(np.float64), want, np.nan_to_num(want, nan=1.0), 2e-5)
 
 
 # -- refusals --------------------------------------------------------------------------------------
 def test_short_buffers_are_refused_before_anything_runs(bench, rng):
-    from memra_lowlevel.errors import ArgumentError
+    matrix = upload(bench, stored(rng, 64, 64, "q4_1"), "q4_1")
+    s, ones = bench.stream, np.ones((2, 64), np.float32)
+    x, h, gain = bench.put(ones), bench.put(ones), bench.put(np.ones(64, "f4"))
+    long = bench.out(3, 64)
+    tiles = [bench.out(3, 2), bench.out(3, 2, dtype=np.int32)]
+    plane = Rows(bench, 1, 32, formats.Q8_0, formats.Q5_1)
+    angles, at = bench.put(np.ones((4, 16, 2), "f4")), bench.put(np.array([0], "i4"))
+    small = upload(bench, stored(rng, 40, 64, "q4_1"), "q4_1")
 
-    matrix = ops.TiledMatrix.upload(bench.device, bench.stream, stored(rng, 64, 64, "q4_1"), "q4_1")
-    x, parts = bench.put(np.ones((2, 64), np.float32)), bench.out(1, 2, 64)
-    with pytest.raises(ArgumentError, match="x holds"):
-        ops.matmul_rows(bench.stream, matrix, x, bench.out(3, 3, 64), 3)
-    with pytest.raises(ArgumentError, match="parts holds"):
-        ops.matmul_rows(bench.stream, matrix, bench.put(np.ones((3, 64), "f4")), parts, 3)
-    assert np.isnan(bench.get(parts)).all()
-    with pytest.raises(ArgumentError, match="logits"):
-        ops.argmax_rows(bench.stream, x, bench.out(3, dtype=np.int32), 3, 64)
-    ops.matmul_rows(bench.stream, matrix, x, parts, 2)
-    assert not np.isnan(bench.get(parts)).any()
+    def qkv(matrix, plane=plane, q_dim=64, column=0):
+        ops.qkv_rows(
+            s, matrix, h, gain, angles, at, x, plane, 2, EPS,
+            head_dim=32, q_dim=q_dim, kv_dim=32, column=column,
+        )  # fmt: skip
+
+    plane_too_short = Rows(bench, 1, 32, formats.Q8_0, formats.Q5_1)
+    plane_too_short.rows = 2
+    refused = {
+        "x holds": lambda: ops.add_product(s, matrix, x, long, 3),
+        "h holds": lambda: ops.add_product(s, matrix, long, h, 3),
+        "out holds": lambda: ops.gate_up_rows(s, matrix, matrix, long, gain, h, 3, EPS),
+        "gate is": lambda: ops.gate_up_rows(s, matrix, small, h, gain, long, 2, EPS),
+        "gain holds": lambda: ops.gate_up_rows(s, matrix, matrix, h, at, long, 2, EPS),
+        "logits holds": lambda: ops.logits_rows(s, matrix, long, gain, h, *tiles, 3, EPS),
+        "values holds": lambda: ops.logits_rows(s, matrix, h, gain, long, at, tiles[1], 2, EPS),
+        "needs the sums": lambda: ops.pick_rows(s, *tiles, at, 1, 2, probability=at),
+        "n_out is 40": lambda: qkv(small),
+        "q_dim is 20": lambda: qkv(matrix, q_dim=20),
+        "column is 8": lambda: qkv(matrix, column=8),
+        "k holds": lambda: qkv(matrix, plane_too_short),
+    }
+    for text, call in refused.items():
+        with pytest.raises(ArgumentError, match=text):
+            call()
+    assert np.isnan(bench.get(long)).all() and bits(bench.get(h)) == bits(ones)
 
 
 # -- both devices ----------------------------------------------------------------------------------
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", FORMATS)
-def test_the_same_bits_on_both_devices(rng, format):
-    """All kernels of a block but the two with an exponential."""
+def test_the_same_bits_on_both_devices(format):
+    """All kernels of a block but the activation, which has an exponential."""
     from memra_lowlevel import Device
 
-    n, rows = 5, stored(rng, 320, 576, format)
-    x, h = (rng.standard_normal((n, 576)).astype(np.float32) for _ in range(2))
-    weight = rng.standard_normal(320).astype(np.float32)
-    angles = oracle.rope_angles(20, 64, 1e4).astype(np.float32)
-    tokens, positions = rng.integers(0, 320, n).astype("u4"), np.array([7], "i4")
-
     def run(name):
+        rng = np.random.default_rng(11)
         with Device(name) as device:
             bench = Bench(device, device.stream(name="both"))
-            s, matrix = bench.stream, ops.TiledMatrix.upload(device, bench.stream, rows, format)
-            embedded, parts = bench.out(n, 576), bench.out(matrix.n_parts, n, 320)
-            ops.embed_rows(s, matrix, bench.put(tokens), embedded, n)
-            ops.matmul_rows(s, matrix, bench.put(x), parts, n)
-            q, k, v = bench.out(n, 192), bench.out(n, 64), bench.out(n, 64)
-            ops.split_rope(
-                s, parts, matrix.n_parts, bench.put(angles), bench.put(positions), q, k, v, n,
-                head_dim=64, q_dim=192, kv_dim=64,
-            )  # fmt: skip
-            sums, normed = bench.put(h[:, :320]), bench.out(n, 320)
-            ops.add_norm(s, sums, parts, matrix.n_parts, bench.put(weight), normed, n, 1e-5)
-            best = bench.out(n, dtype=np.int32)
-            ops.argmax_rows(s, sums, best, n, 320)
-            return [bench.get(b) for b in (embedded, parts, q, k, v, sums, normed, best)]
+            s, n, case = bench.stream, 5, Qkv(rng, format, 576)
+            plane = Rows(bench, 8, case.kv_dim, formats.Q8_0, formats.Q5_1, length=1)
+            q = case.run(bench, plane, 4)
+            matrix = upload(bench, case.rows, format)
+            embedded, h = bench.out(n, 576), bench.put(rng.standard_normal((n, 320)).astype("f4"))
+            tokens = bench.put(rng.integers(0, 320, n).astype("u4"))
+            ops.embed_rows(s, matrix, tokens, embedded, n)
+            ops.add_product(s, matrix, bench.put(case.h), h, n)
+            logits, ids, _ = run_logits(bench, matrix, case.h, case.gain, EPS)
+            return [q, *plane.get(bench), bench.get(embedded), bench.get(h), logits, ids]
 
     for host, cuda in zip(run("host"), run("cuda:0"), strict=True):
         assert bits(host) == bits(cuda)

@@ -1,0 +1,125 @@
+// The output layer: last norm, logits, and the greedy token of each row.
+#include "common/product.cuh"
+
+constexpr int OUTS = 32;
+constexpr int PICK_THREADS = 256;
+constexpr int PICK_GROUPS = 16;
+constexpr int32_t NO_TOKEN = 0x7FFFFFFF;
+
+struct Best {
+    float value;
+    int32_t id;
+};
+
+// NaN never wins, a tie goes to the lower id; NO_TOKEN stands for "nothing but NaN so far".
+__device__ __forceinline__ Best better(Best a, Best b) {
+    if (b.id == NO_TOKEN) return a;
+    if (a.id == NO_TOKEN) return b;
+    return b.value > a.value || (b.value == a.value && b.id < a.id) ? b : a;
+}
+
+// grid (n_tiles, ceil(n_rows / group)); shared f32 [group, n_slices, 32 + 1], then [group, 32].
+//   w        tiles of [n_vocab, 32 * n_blocks]
+//   h, gain  f32 [n_rows, 32 * n_blocks], f32 [32 * n_blocks]
+//   logits   f32 [n_rows, n_vocab]
+//   values, ids  f32 and i32 [n_rows, n_tiles]: the best logit of each tile of 32
+//   sums     f32 [n_rows, n_tiles] or null: sum of exp(logit - best) over the tile
+template <class Tile>
+__global__ void __launch_bounds__(TILE_THREADS)
+    logits_rows(const uint8_t* __restrict__ w, const float* h, const float* __restrict__ gain,
+                float* logits, float* values, int32_t* ids, float* NULLABLE sums, int32_t n_rows,
+                int32_t group, int32_t n_vocab, int32_t n_blocks, int32_t slice_blocks, int32_t n_slices,
+                float eps) {
+    DYN_SMEM(float, parts);
+    const int first_out = blockIdx.x * OUTS;
+    const int first_row = blockIdx.y * group;
+    const int rows = min(group, n_rows - first_row);
+    const int n_outs = min(OUTS, n_vocab - first_out);
+    const Cut cut = {n_blocks, slice_blocks, n_slices};
+    admit_successor();
+    Product<Tile, OUTS> product(w, first_out, cut, gain,
+                                threadIdx.x, blockDim.x);
+    await_predecessor();
+
+    float* squares = parts + size_t(rows) * product.units();
+    float* staged = squares + size_t(rows) * product.units() / OUTS;
+    product.run(h + size_t(first_row) * n_blocks * TILE_COLS, rows, parts, squares);
+    __syncthreads();
+    for (int i = threadIdx.x; i < rows * OUTS; i += blockDim.x) {
+        const int r = i / OUTS;
+        const int out = i % OUTS;
+        if (out < n_outs) {
+            const float logit = row_sum<OUTS>(parts, cut, r, out) * row_scale(squares, cut, r, eps);
+            staged[i] = logit;
+            logits[size_t(first_row + r) * n_vocab + first_out + out] = logit;
+        }
+    }
+    __syncthreads();
+    for (int r = threadIdx.x; r < rows; r += blockDim.x) {
+        const float* row = staged + r * OUTS;
+        Best best = {NAN_F32, NO_TOKEN};
+        for (int c = 0; c < n_outs; c++)
+            if (row[c] == row[c]) best = better(best, Best{row[c], first_out + c});
+        const size_t at = size_t(first_row + r) * gridDim.x + blockIdx.x;
+        values[at] = best.value;
+        ids[at] = best.id;
+        if (sums != nullptr) {
+            float sum = 0.0f;  // an infinite best differs from itself by NaN
+            for (int c = 0; c < n_outs; c++)
+                sum = sum + (row[c] == best.value ? 1.0f : expf(row[c] - best.value));
+            sums[at] = sum;
+        }
+    }
+}
+
+// One block of 256 threads per row: the best of the tiles' best.
+//   out     i32 [n_rows]: lowest id of the greatest logit, NO_TOKEN where all are NaN
+//   prob_d  f32 [n_rows] or null: softmax probability of that id, NaN where any logit is NaN
+KERNEL void pick_rows(const float* values, const int32_t* ids, const float* NULLABLE sums,
+                      int32_t* out, float* NULLABLE prob_d, int32_t n_tiles) {
+    __shared__ float thread_values[PICK_THREADS];
+    __shared__ int32_t thread_ids[PICK_THREADS];
+    __shared__ float group_values[PICK_GROUPS];
+    __shared__ int32_t group_ids[PICK_GROUPS];
+    admit_successor();
+    await_predecessor();
+    const int thread = threadIdx.x;
+    const size_t row = size_t(blockIdx.x) * n_tiles;
+    Best best = {NAN_F32, NO_TOKEN};  // unrolled below, so that eight loads are under way at a time
+#pragma unroll 8
+    for (int t = thread; t < n_tiles; t += PICK_THREADS)
+        best = better(best, Best{values[row + t], ids[row + t]});
+    thread_values[thread] = best.value;
+    thread_ids[thread] = best.id;
+    __syncthreads();
+    if (thread < PICK_GROUPS) {
+        for (int i = thread + PICK_GROUPS; i < PICK_THREADS; i += PICK_GROUPS)
+            best = better(best, Best{thread_values[i], thread_ids[i]});
+        group_values[thread] = best.value;
+        group_ids[thread] = best.id;
+    }
+    __syncthreads();
+    best = Best{group_values[0], group_ids[0]};
+    for (int i = 1; i < PICK_GROUPS; i++) best = better(best, Best{group_values[i], group_ids[i]});
+    if (thread == 0) out[blockIdx.x] = best.id;
+
+    if (prob_d != nullptr && sums != nullptr) {  // the same for all threads of the launch
+        float sum = 0.0f;
+        for (int t = thread; t < n_tiles; t += PICK_THREADS)
+            sum = sum + sums[row + t] * expf(values[row + t] - best.value);
+        thread_values[thread] = sum;  // last read before the second barrier
+        __syncthreads();
+        if (thread < PICK_GROUPS) {
+            float group = 0.0f;
+            for (int i = thread; i < PICK_THREADS; i += PICK_GROUPS)
+                group = group + thread_values[i];
+            thread_ids[thread] = __float_as_int(group);
+        }
+        __syncthreads();
+        if (thread == 0) {
+            float total = 0.0f;
+            for (int i = 0; i < PICK_GROUPS; i++) total = total + __int_as_float(thread_ids[i]);
+            prob_d[blockIdx.x] = 1.0f / total;
+        }
+    }
+}

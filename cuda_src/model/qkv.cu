@@ -1,0 +1,90 @@
+// The beginning of a Llama block in one launch: norm, the products of q, k and v, rotation, and the
+// quantised rows of k and v behind the length of their planes.
+#include "common/block32.cuh"
+#include "common/product.cuh"
+
+constexpr int OUTS = 32;  // one block of a cache row
+
+struct Side {
+    uint8_t* plane;
+    int block, n_blocks;  // of the block's columns; of a row
+};
+
+template <int F>
+__device__ __forceinline__ void store_block(const float* x, Side side, int64_t physical, int g) {
+    Packed<F> packed;
+    pack_quarter<F>(x, g, &packed);
+    uint8_t* to = side.plane + (size_t(physical) * side.n_blocks + side.block) * block_bytes<F>();
+    store_quarter<F>(packed, to, g);
+}
+
+// grid (n_out / 32, ceil(n_rows / group)); shared f32 [group, n_slices, 32 + 1], then [group, 32].
+//   w        tiles of [n_out, 32 * n_blocks]: columns column ... column + n_out of q | k | v
+//   h, gain  f32 [n_rows, 32 * n_blocks], f32 [32 * n_blocks]
+//   angles   f32 [n_positions, n_rot / 2, 2], (cos, sin), made on the host in float64
+//   pos_d    position of row 0; row r stands at pos_d + r
+//   q        f32 [n_rows, q_dim]
+//   k_plane, v_plane  rows of kv_dim / 32 blocks; row r goes to physical row len + r - base, and is
+//            dropped if that is outside [0, capacity). The counter is not moved.
+// A rotation pair is two neighbouring columns, the pairing of Llama weights as GGUF stores them. Past
+// the table the rotated values are NaN: nothing is read out of bounds, nothing looks right.
+template <class Tile, int KF, int VF>
+__global__ void __launch_bounds__(TILE_THREADS)
+    qkv_rows(const uint8_t* __restrict__ w, const float* h, const float* __restrict__ gain,
+             const float* __restrict__ angles, const int32_t* pos_d, float* q, uint8_t* k_plane,
+             uint8_t* v_plane, const int32_t* len_d, const int32_t* NULLABLE base_d,
+             int32_t n_rows, int32_t group, int32_t column, int32_t q_dim, int32_t kv_dim,
+             int32_t head_dim, int32_t n_rot, int32_t n_positions, int32_t capacity,
+             int32_t n_blocks, int32_t slice_blocks, int32_t n_slices, float eps) {
+    DYN_SMEM(float, parts);
+    const int first_row = blockIdx.y * group;
+    const int rows = min(group, n_rows - first_row);
+    const Cut cut = {n_blocks, slice_blocks, n_slices};
+    admit_successor();
+    Product<Tile, OUTS> product(w, blockIdx.x * OUTS, cut, gain,
+                                threadIdx.x, blockDim.x);
+    await_predecessor();
+
+    const int position = pos_d[0] + first_row;
+    const int64_t slot = int64_t(len_d[0]) + first_row - (base_d == nullptr ? 0 : base_d[0]);
+    float* squares = parts + size_t(rows) * product.units();
+    float* staged = squares + size_t(rows) * product.units() / OUTS;
+    product.run(h + size_t(first_row) * n_blocks * TILE_COLS, rows, parts, squares);
+    __syncthreads();
+
+    const int first = column + blockIdx.x * OUTS;  // q_dim and kv_dim are whole blocks
+    for (int i = threadIdx.x; i < rows * (OUTS / 2); i += blockDim.x) {
+        const int r = i / (OUTS / 2);
+        const int pair = 2 * (i % (OUTS / 2));
+        const float scale = row_scale(squares, cut, r, eps);
+        float a = row_sum<OUTS>(parts, cut, r, pair) * scale;
+        float b = row_sum<OUTS>(parts, cut, r, pair + 1) * scale;
+        const int d = (first + pair) % head_dim;
+        if (first < q_dim + kv_dim && d < n_rot) {
+            float cosine = NAN_F32, sine = NAN_F32;
+            if (position + r >= 0 && position + r < n_positions) {
+                const float* turn = angles + size_t(position + r) * n_rot + d;
+                cosine = turn[0];
+                sine = turn[1];
+            }
+            const float rotated = a * cosine - b * sine;
+            b = a * sine + b * cosine;
+            a = rotated;
+        }
+        float* out = first < q_dim ? q + size_t(first_row + r) * q_dim + first : staged + r * OUTS;
+        out[pair] = a;
+        out[pair + 1] = b;
+    }
+    if (first >= q_dim) {  // the same for all threads of the block
+        __syncthreads();
+        const bool is_k = first < q_dim + kv_dim;
+        const int from = first - q_dim - (is_k ? 0 : kv_dim);
+        const Side side = {is_k ? k_plane : v_plane, from / OUTS, kv_dim / OUTS};
+        for (int i = threadIdx.x; i < rows * BLOCK_QUARTERS; i += blockDim.x) {
+            const int r = i / BLOCK_QUARTERS;
+            if (slot + r < 0 || slot + r >= capacity) continue;
+            if (is_k) store_block<KF>(staged + r * OUTS, side, slot + r, i % BLOCK_QUARTERS);
+            else store_block<VF>(staged + r * OUTS, side, slot + r, i % BLOCK_QUARTERS);
+        }
+    }
+}
