@@ -2,138 +2,288 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..cache import KvLayer
-from .ceilings import Ceilings
-from .clock import graph_us
+from ..cache.geometry import KvGeometry
+from ..cache.kv_layer import KvLayer
+from ..cache.planes import Lengths, Workspace
+from ..cache.ring import KvRing, swa_ring_rows
+from ..formats import E4M3, F16, Q4_0, Q5_1, Q8_0, Format
+from .clock import n_sets
 from .result import Row
 
 if TYPE_CHECKING:
-    from ..runtime.device import Device
-    from ..runtime.stream import Stream
+    from ..runtime.memory import Buffer
+    from .run import Run
 
-__all__ = ["SHAPES", "measure_append", "measure_attend", "measure_rows"]
+__all__ = ["CASES", "ROWS", "Case", "measure_append", "measure_attend", "measure_rows"]
 
-SHAPES = (
-    (32, 8, 128, (512, 4096, 32768, 131072)),
-    (64, 8, 128, (32768, 131072)),
-    (16, 2, 256, (4096, 32768, 131072)),
-    (9, 3, 64, (4096, 32768)),
+K = 1024
+_FILL_ROWS = 4096
+_ALIGN = 256
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement of attention.
+
+    Attributes
+    ----------
+    n_heads, n_kv_heads, head_dim : int
+    ctx : int
+        Keys that the last row sees, unless there is a window.
+    n_rows : int
+    k_format, v_format : Format
+    window : int or None
+        Newest keys that a row sees.
+    ring : bool
+        The plane is a ring that holds the window only, at absolute position ``ctx``.
+    goal : float or None
+        Time to reach, in µs; else a share of the floor is the goal.
+    """
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ctx: int
+    n_rows: int = 1
+    k_format: Format = Q8_0
+    v_format: Format = Q5_1
+    window: int | None = None
+    ring: bool = False
+    goal: float | None = None
+
+    @property
+    def work(self) -> str:
+        """What any library may do: shape, rows, context, window."""
+        seen = f" window {self.window}" if self.window else ""
+        rows = f" rows {self.n_rows}" if self.n_rows > 1 else ""
+        return f"{self.shape} ctx {self.ctx}{rows}{seen}"
+
+    @property
+    def shape(self) -> str:
+        """Query heads / kv heads / head_dim."""
+        return f"{self.n_heads}/{self.n_kv_heads}/{self.head_dim}"
+
+    @property
+    def what(self) -> str:
+        """Name of our row."""
+        return f"{self.work}, {self.k_format}/{self.v_format}{' ring' if self.ring else ''}"
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of a key and its value, all kv heads."""
+        kv_dim = self.n_kv_heads * self.head_dim
+        return self.k_format.row_bytes(kv_dim) + self.v_format.row_bytes(kv_dim)
+
+    @property
+    def n_keys(self) -> int:
+        """Keys that must be read: a window of each row, overlapping."""
+        return min(self.ctx, self.window + self.n_rows - 1) if self.window else self.ctx
+
+
+def _of(shape: tuple[int, int, int], goals: dict[int, float | None]) -> list[Case]:
+    return [Case(*shape, ctx, goal=goal) for ctx, goal in goals.items()]
+
+
+CASES = (
+    *_of(
+        (32, 8, 128),
+        {512: None, 4 * K: 6.5, 32 * K: 20.0, 128 * K: 64.0, 512 * K: 240.0, 1024 * K: 475.0},
+    ),
+    *_of((64, 8, 128), {32 * K: 22.0, 128 * K: 68.0}),
+    *_of((40, 8, 128), {128 * K: 66.0}),
+    *_of((16, 2, 256), {4 * K: 6.0, 32 * K: 12.0, 128 * K: 35.0}),
+    *_of((9, 3, 64), {4 * K: None, 32 * K: None}),
+    *(
+        Case(32, 8, 128, ctx, k_format=k, v_format=v)
+        for k, v in ((Q8_0, Q8_0), (Q8_0, Q4_0), (E4M3, E4M3), (F16, F16))
+        for ctx in (32 * K, 128 * K)
+    ),
+    Case(32, 8, 128, 128 * K, window=4 * K),
+    Case(32, 8, 128, 128 * K, window=4 * K, ring=True),
 )
-"""Query heads, kv heads, head_dim, contexts."""
+"""What ``bench attend`` measures."""
+
+ROWS = tuple(
+    Case(32, 8, 128, ctx, n_rows) for ctx in (32 * K, 128 * K) for n_rows in (1, 2, 4, 8, 16)
+)
+"""What ``bench rows`` measures."""
+
+_SMALL = (
+    Case(4, 2, 64, 256),
+    Case(4, 2, 64, 256, k_format=F16, v_format=F16),
+    Case(4, 2, 64, 320, window=128),
+    Case(4, 2, 64, 320, window=128, ring=True),
+)
+_SMALL_ROWS = (Case(4, 2, 64, 256), Case(4, 2, 64, 256, n_rows=4))
+_ROW_FACTORS = {1: 1.0, 2: 1.1, 4: 1.1, 8: 1.1, 16: 1.25}
 
 
-def measure_attend(
-    device: Device, stream: Stream, ceilings: Ceilings, *, peers: bool = True
-) -> list[Row]:
+def measure_attend(run: Run) -> None:
     """Time one row over each shape and context; the floor is the read of the planes' bytes."""
-    rows = []
-    for n_heads, n_kv_heads, head_dim, contexts in SHAPES:
-        for ctx in contexts:
-            rows.append(_one(device, stream, ceilings, n_heads, n_kv_heads, head_dim, ctx, 1))
-            if peers and device.kind == "cuda":
+    plain: Case | None = None
+    for case in _SMALL if run.small else CASES:
+        measure_case(run, case)
+        peers_see_it_too = case.window is None and (plain is None or case.work != plain.work)
+        if run.peers and run.device.kind == "cuda" and peers_see_it_too:
+            if (case.k_format, case.v_format) == (Q8_0, Q5_1):
                 from .peers import attend_rows
 
-                rows += attend_rows(device, n_heads, n_kv_heads, head_dim, ctx, 1)
-    return rows
+                attend_rows(run, case)
+                plain = case
 
 
-def measure_rows(device: Device, stream: Stream, ceilings: Ceilings) -> list[Row]:
-    """Time 1 to 16 rows of one shape at 32 k."""
-    return [_one(device, stream, ceilings, 32, 8, 128, 32768, n) for n in (1, 2, 4, 8, 16)]
+def measure_rows(run: Run) -> None:
+    """Time 1 to 16 rows; more rows are compared with one."""
+    single: dict[int, Row] = {}
+    for case in _SMALL_ROWS if run.small else ROWS:
+        row = measure_case(run, case)
+        if case.n_rows == 1:
+            single[case.ctx] = row
+        else:
+            one = single[case.ctx]
+            row.extra["over_one_row"] = round(row.median / one.median, 3)
+            if not run.small:
+                row.goal = round(_ROW_FACTORS[case.n_rows] * one.median, 2)
+        if run.peers and run.device.kind == "cuda" and case.n_rows in (1, 4, 8):
+            from .peers import attend_rows
+
+            attend_rows(run, case)
 
 
-def measure_append(device: Device, stream: Stream) -> list[Row]:
-    """Time one append of K and V, and a bulk append."""
-    rows = []
-    for n_rows in (1, 4, 8, 16, 4096):
-        layers = _layers(device, stream, 8, 128, max(n_rows, 64), 8)
-        k = device.from_numpy(_normal((n_rows, 1024)), stream)
-        calls = [_appending(stream, layer, k) for layer in layers]
-        row = Row(f"append 8x128 rows {n_rows}", "us", graph_us(device, stream, calls * 8))
-        n_bytes = n_rows * (8 * 1024 + 1024 // 32 * (34 + 24))
-        row.extra["tb_per_s"] = round(n_bytes / row.median / 1e6, 4)
-        rows.append(row)
-        k.close()
-        for layer in layers:
-            layer.close()
-    return rows
-
-
-def _one(
-    device: Device,
-    stream: Stream,
-    ceilings: Ceilings,
-    n_heads: int,
-    n_kv_heads: int,
-    head_dim: int,
-    ctx: int,
-    n_rows: int,
-) -> Row:
-    n_bytes = ctx * n_kv_heads * head_dim // 32 * (34 + 24)
-    n_sets = max(1, min(24, (256 << 20) // n_bytes + 1))
-    layers = _layers(device, stream, n_kv_heads, head_dim, ctx, n_sets)
-    _fill(device, stream, layers, n_kv_heads * head_dim, ctx, n_rows)
-    q = device.from_numpy(_normal((n_rows, n_heads, head_dim)), stream)
-    out = device.empty((n_rows, n_heads, head_dim), np.float32, stream)
-    for layer in layers:
-        layer.attend(stream, q, out)
-    stream.sync()
-    calls = [_attending(stream, layer, q, out) for layer in layers]
-    calls *= max(1, 48 // len(calls))
-    row = Row(
-        f"attend {n_heads}/{n_kv_heads}/{head_dim} rows {n_rows} ctx {ctx} q8_0/q5_1",
-        "us",
-        graph_us(device, stream, calls, n_samples=12),
-        floor=ceilings.read_us(n_bytes),
-    )
-    row.extra["bytes"] = n_bytes
-    for buffer in (q, out):
-        buffer.close()
-    for layer in layers:
-        layer.close()
-    return row
-
-
-def _normal(shape: tuple[int, ...]) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
-
-
-def _layers(
-    device: Device, stream: Stream, n_kv_heads: int, head_dim: int, ctx: int, n: int
-) -> list[KvLayer]:
-    return [
-        KvLayer.allocate(device, ctx, n_kv_heads, head_dim, check=False, name=f"bench{i}")
-        for i in range(n)
-    ]
-
-
-def _fill(
-    device: Device, stream: Stream, layers: list[KvLayer], kv_dim: int, ctx: int, n_rows: int
-) -> None:
-    piece = min(ctx, 4096)
-    k = device.from_numpy(_normal((piece, kv_dim)), stream)
-    v = device.from_numpy(_normal((piece, kv_dim))[::-1].copy(), stream)
-    for layer in layers:
-        for start in range(0, ctx, piece):
-            n = min(piece, ctx - start)
-            layer.append(
-                stream, k.view(0, (n, kv_dim), np.float32), v.view(0, (n, kv_dim), np.float32)
+def measure_append(run: Run) -> None:
+    """Time one append of K and V, from one row to a bulk; the floor is a copy of the bytes."""
+    n_kv_heads, head_dim = (2, 64) if run.small else (8, 128)
+    kv_dim = n_kv_heads * head_dim
+    for n_rows in (1, 4) if run.small else (1, 4, 8, 16, 512, 4096):
+        case = Case(n_kv_heads, n_kv_heads, head_dim, n_rows)
+        n_bytes = n_rows * (8 * kv_dim + case.key_bytes)
+        with _planes(run, case, n_sets(n_bytes, small=run.small)) as (layers, _):
+            rows = [_device_rows(run, n_rows, kv_dim, i) for i in range(len(layers))]
+            _appending(run, layers[0], rows[0])()  # loads the kernel
+            samples = run.timed(
+                [_appending(run, la, kv) for la, kv in zip(layers, rows, strict=True)]
             )
-            layer.advance(stream, n)
-        layer.set_len(stream, ctx - n_rows)
+            row = Row(
+                f"append {n_kv_heads}x{head_dim}, {n_rows} rows, {Q8_0}/{Q5_1}", "us", samples,
+                extra={"bytes": n_bytes},
+            )  # fmt: skip
+            if not run.small:
+                row.floor = run.ceilings.copy_us(n_bytes // 2)
+                row.goal = 1.6 if n_rows <= 16 else round(row.floor / 0.8, 2)
+            run.add(row)
+            for buffer in rows:
+                buffer.close()
+
+
+def measure_case(run: Run, case: Case) -> Row:
+    """Time one case of attention, over planes that together outgrow every cache."""
+    device, stream = run.device, run.stream
+    n_bytes = case.n_keys * case.key_bytes
+    with _planes(run, case, n_sets(n_bytes, small=run.small)) as (layers, lengths):
+        _fill(run, case, layers, lengths)
+        q = device.from_numpy(_normal((case.n_rows, case.n_heads, case.head_dim), 1), stream)
+        out = device.empty(q.shape, np.float32, stream)
+        for layer in layers[:2]:
+            layer.attend(stream, q, out)  # loads the kernels, sizes the workspace
+        stream.sync()
+        samples = run.timed([_attending(run, layer, q, out) for layer in layers])
+        row = Row(
+            f"{run.group} {case.what}", "us", samples, work=f"{run.group} {case.work}",
+            goal=case.goal,
+            extra={"bytes": n_bytes, "sets": len(layers), **_numbers(case)},
+        )  # fmt: skip
+        if not run.small:
+            row.floor = run.ceilings.read_us(n_bytes)
+        for buffer in (q, out):
+            buffer.close()
+    return run.add(row)
+
+
+def _numbers(case: Case) -> dict[str, Any]:
+    """Tell what a table or a plot sorts by."""
+    return {
+        "shape": case.shape, "ctx": case.ctx, "n_rows": case.n_rows, "window": case.window or 0,
+        "formats": f"{case.k_format}/{case.v_format}", "ring": case.ring,
+    }  # fmt: skip
+
+
+def _normal(shape: tuple[int, ...], seed: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def _device_rows(run: Run, n: int, kv_dim: int, seed: int) -> Buffer:
+    """Return K rows, then V rows: f32 [2, n, kv_dim]."""
+    return run.device.from_numpy(_normal((2, n, kv_dim), seed), run.stream)
+
+
+@contextmanager
+def _planes(run: Run, case: Case, n: int) -> Iterator[tuple[list[KvLayer], Lengths]]:
+    """Give n layers with one length and one workspace, as the layers of a model have them."""
+    device, stream = run.device, run.stream
+    geometry = KvGeometry(
+        case.n_kv_heads, case.head_dim, case.head_dim, case.k_format, case.v_format
+    )
+    rings: list[KvRing | None] = [None] * n
+    if case.ring and case.window:
+        rows = swa_ring_rows(case.window, case.ctx, chunk=case.window, slack=0)
+        rings = [KvRing(rows, case.window, slack=0) for _ in range(n)]
+    geometry.check(device, case.ctx, case.window, rings[0])
+    n_bytes = geometry.plane_bytes(case.ctx, rings[0]) + 4 * _ALIGN
+    arena = device.arena(n * n_bytes + 8 * n + (1 << 16), name="bench planes")
+    lengths = Lengths(arena, stream, n, case.ctx, name="bench")
+    workspace = Workspace(device)
+    yield (
+        [
+            KvLayer(
+                geometry, case.ctx, arena=arena, lengths=lengths, workspace=workspace, index=i,
+                window=case.window, ring=ring, check=False, name=f"bench{i}",
+            )
+            for i, ring in enumerate(rings)
+        ],
+        lengths,
+    )  # fmt: skip
     stream.sync()
-    k.close()
-    v.close()
+    workspace.close()
+    arena.close()
 
 
-def _attending(stream: Stream, layer: KvLayer, q: object, out: object) -> Callable[[], None]:
-    return lambda: layer.attend(stream, q, out)  # type: ignore[arg-type]
+def _fill(run: Run, case: Case, layers: list[KvLayer], lengths: Lengths) -> None:
+    """Write random rows wherever a query looks, and leave the length so that it sees ``ctx``."""
+    stream, kv_dim = run.stream, case.n_kv_heads * case.head_dim
+    first = case.ctx - case.n_keys
+    piece = min(case.n_keys, _FILL_ROWS)
+    both = _device_rows(run, piece, kv_dim, 0)
+    lengths.set(stream, first)
+    for layer in layers:
+        if layer.ring is not None:
+            layer.set_base(stream, first)
+    for start in range(first, case.ctx, piece):
+        n = min(piece, case.ctx - start)
+        for layer in layers:
+            layer.append(stream, *_halves(both, n))
+        lengths.advance(stream, n)
+    lengths.set(stream, case.ctx - case.n_rows)
+    stream.sync()
+    both.close()
 
 
-def _appending(stream: Stream, layer: KvLayer, rows: object) -> Callable[[], None]:
-    return lambda: layer.append(stream, rows, rows)  # type: ignore[arg-type]
+def _halves(both: Buffer, n: int) -> tuple[Buffer, Buffer]:
+    _, whole, kv_dim = both.shape
+    k = both.view(0, (n, kv_dim), np.float32)
+    return k, both.view(4 * whole * kv_dim, (n, kv_dim), np.float32)
+
+
+def _attending(run: Run, layer: KvLayer, q: Buffer, out: Buffer) -> Callable[[], None]:
+    return lambda: layer.attend(run.stream, q, out)
+
+
+def _appending(run: Run, layer: KvLayer, both: Buffer) -> Callable[[], None]:
+    k, v = _halves(both, both.shape[1])
+    return lambda: layer.append(run.stream, k, v)

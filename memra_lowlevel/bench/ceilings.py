@@ -11,32 +11,36 @@ import numpy as np
 
 from ..kernels import registry
 from ..runtime.launch import LaunchConfig, launch
-from .clock import graph_us
+from .clock import ROTATION_BYTES, n_sets
 from .result import Row
 
 if TYPE_CHECKING:
-    from ..runtime.device import Device
     from ..runtime.memory import Buffer
-    from ..runtime.stream import Stream
+    from .run import Run
 
 __all__ = ["Ceilings", "measure"]
 
-READ_MIB = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-ROTATION_BYTES = 256 << 20
+READ_MIB = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
+COPY_MIB = (1, 4, 16, 64, 256)
+_CHUNK_BYTES = 32 << 20
 
 
 class Ceilings:
-    """Pure-read times by size, as a function of bytes.
+    """Pure-read and copy times as functions of bytes.
 
-    Attributes
+    Parameters
     ----------
-    rows : list of Row
+    read_us : dict of int to float
+        Time in µs by bytes read; at least one size.
+    copy_us : dict of int to float, optional
+        By bytes copied (read and written once each).
     """
 
-    def __init__(self, rows: list[Row], read_us: dict[int, float]) -> None:
-        self.rows = rows
-        self._sizes = sorted(read_us)
-        self._us = [read_us[size] for size in self._sizes]
+    def __init__(self, read_us: dict[int, float], copy_us: dict[int, float] | None = None) -> None:
+        self._read, self._copy = (
+            dict(sorted(read_us.items())),
+            dict(sorted((copy_us or {}).items())),
+        )
 
     def read_us(self, n_bytes: int) -> float:
         """Time in which a kernel that only reads takes ``n_bytes``, in µs.
@@ -44,60 +48,70 @@ class Ceilings:
         Between two measured sizes the time is interpolated over the logarithm of the size; above
         the largest the rate of the largest holds, below the smallest its time.
         """
-        if n_bytes <= self._sizes[0]:
-            return self._us[0]
-        if n_bytes >= self._sizes[-1]:
-            return self._us[-1] * n_bytes / self._sizes[-1]
-        i = bisect_left(self._sizes, n_bytes)
-        low, high = self._sizes[i - 1], self._sizes[i]
-        part = log(n_bytes / low) / log(high / low)
-        return float(self._us[i - 1] * (self._us[i] / self._us[i - 1]) ** part)
+        return _between(self._read, n_bytes)
+
+    def copy_us(self, n_bytes: int) -> float:
+        """Time in which a kernel copies ``n_bytes`` (moves twice as many), in µs."""
+        return _between(self._copy, n_bytes)
 
 
-def measure(device: Device, stream: Stream, sizes_mib: tuple[int, ...] = READ_MIB) -> Ceilings:
-    """Time empty nodes, pure reads and copies."""
-    rows, read_us = [], {}
-    n_ctas = device.limits.n_sms * 4
-    empty = registry.kernel(device, "bench_empty")
-    read = registry.kernel(device, "bench_read")
-    copy = registry.kernel(device, "bench_copy")
+def _between(table: dict[int, float], n_bytes: int) -> float:
+    sizes, times = list(table), list(table.values())
+    if n_bytes <= sizes[0]:
+        return times[0]
+    if n_bytes >= sizes[-1]:
+        return times[-1] * n_bytes / sizes[-1]
+    i = bisect_left(sizes, n_bytes)
+    part = log(n_bytes / sizes[i - 1]) / log(sizes[i] / sizes[i - 1])
+    return float(times[i - 1] * (times[i] / times[i - 1]) ** part)
+
+
+def measure(run: Run) -> Ceilings:
+    """Time empty nodes, pure reads and copies; the rows go to ``run`` under ``ceilings``."""
+    device, stream = run.device, run.stream
+    read_mib, copy_mib = ((1,), (1,)) if run.small else (READ_MIB, COPY_MIB)
+    empty, read, copy = (registry.kernel(device, f"bench_{n}") for n in ("empty", "read", "copy"))
     one = LaunchConfig(1, 32)
-    rows.append(
-        Row("empty node", "us", graph_us(device, stream, [lambda: launch(stream, one, empty)] * 64))
-    )
+    samples = run.timed([lambda: launch(stream, one, empty)] * (4 if run.small else 64))
+    run.add(Row("empty node", "us", samples, group="ceilings"))
+    n_ctas = 2 if run.small else device.limits.n_sms * 4
     wide = LaunchConfig(n_ctas, 512)
-    largest = max(sizes_mib) << 20
-    source = device.alloc(max(largest, ROTATION_BYTES), stream, name="bench source")
-    target = device.alloc(max(largest, ROTATION_BYTES), stream, name="bench target")
+    rotation = 2 << 20 if run.small else ROTATION_BYTES
+    source = device.alloc(max(max(read_mib) << 20, rotation), stream, name="bench source")
+    target = device.alloc(max(max(copy_mib) << 20, rotation), stream, name="bench target")
     out = device.empty((n_ctas * 512,), np.uint32, stream)
     # Random bytes: a memory full of one value is read faster than real data.
-    chunk = np.random.default_rng(0).integers(0, 2**32, (32 << 20) // 4, np.uint32)
+    chunk = np.random.default_rng(0).integers(0, 2**32, _CHUNK_BYTES // 4, np.uint32)
     for offset in range(0, source.n_bytes, chunk.nbytes):
         n = min(chunk.nbytes, source.n_bytes - offset)
         source.view(offset, (n // 4,), np.uint32).copy_from(stream, chunk[: n // 4])
-    for mib in sizes_mib:
+
+    def parts(whole: Buffer, n_bytes: int) -> list[Buffer]:
+        n = n_sets(n_bytes, small=run.small)
+        return [whole.view(i * n_bytes, (n_bytes // 4,), np.uint32) for i in range(n)]
+
+    def reading(part: Buffer) -> Callable[[], None]:
+        return lambda: launch(stream, wide, read, part, part.n_bytes // 16, 0x9E3779B9, out)
+
+    def copying(part: Buffer, to: Buffer) -> Callable[[], None]:
+        return lambda: launch(stream, wide, copy, part, to, part.n_bytes // 16)
+
+    read_us, copy_us = {}, {}
+    for mib in read_mib:
         n_bytes = mib << 20
-        slots = max(1, source.n_bytes // n_bytes)
-        parts = [source.view(i * n_bytes, (n_bytes // 4,), np.uint32) for i in range(slots)]
-        targets = [target.view(i * n_bytes, (n_bytes // 4,), np.uint32) for i in range(slots)]
-
-        def reading(part: Buffer, n: int = n_bytes) -> Callable[[], None]:
-            return lambda: launch(stream, wide, read, part, n // 16, 0x9E3779B9, out)
-
-        def copying(part: Buffer, to: Buffer, n: int = n_bytes) -> Callable[[], None]:
-            return lambda: launch(stream, wide, copy, part, to, n // 16)
-
-        samples = graph_us(device, stream, [reading(part) for part in parts])
-        row = Row(f"read {mib} MiB", "us", samples)
-        row.extra["tb_per_s"] = round(n_bytes / row.median / 1e6, 3)
-        read_us[n_bytes] = row.median
-        rows.append(row)
-        samples = graph_us(
-            device, stream, [copying(a, b) for a, b in zip(parts, targets, strict=True)]
-        )
-        row = Row(f"copy {mib} MiB", "us", samples)
-        row.extra["tb_per_s"] = round(2 * n_bytes / row.median / 1e6, 3)
-        rows.append(row)
+        row = Row(
+            f"read {mib} MiB", "us", run.timed([reading(p) for p in parts(source, n_bytes)]),
+            group="ceilings", extra={"bytes": n_bytes},
+        )  # fmt: skip
+        read_us[n_bytes] = run.add(row).median
+    for mib in copy_mib:
+        n_bytes = mib << 20
+        pairs = zip(parts(source, n_bytes), parts(target, n_bytes), strict=True)
+        row = Row(
+            f"copy {mib} MiB", "us", run.timed([copying(a, b) for a, b in pairs]),
+            group="ceilings", extra={"bytes": 2 * n_bytes},
+        )  # fmt: skip
+        copy_us[n_bytes] = run.add(row).median
     for buffer in (source, target, out):
         buffer.close()
-    return Ceilings(rows, read_us)
+    return Ceilings(read_us, copy_us)

@@ -10,11 +10,28 @@ if TYPE_CHECKING:
     from ..runtime.device import Device
     from ..runtime.stream import Stream
 
-__all__ = ["graph_us", "host_us"]
+__all__ = ["ROTATION_BYTES", "graph_us", "host_us", "n_sets"]
+
+ROTATION_BYTES = 192 << 20
+"""Bytes over which repeated work rotates: three times the largest L2, so that none serves it."""
+
+_MAX_SETS = 512
+_N_CALLS = 48
+_N_WARM = 3
+
+
+def n_sets(n_bytes: int, *, small: bool = False) -> int:
+    """Return how many sets of buffers of ``n_bytes`` a measurement rotates over."""
+    return 2 if small else max(1, min(_MAX_SETS, -(-ROTATION_BYTES // n_bytes)))
 
 
 def graph_us(
-    device: Device, stream: Stream, calls: Sequence[Callable[[], None]], n_samples: int = 21
+    device: Device,
+    stream: Stream,
+    calls: Sequence[Callable[[], None]],
+    n_samples: int = 21,
+    *,
+    small: bool = False,
 ) -> list[float]:
     """Time per call, in µs, of ``calls`` captured back to back in one graph.
 
@@ -24,31 +41,40 @@ def graph_us(
         Where to run; the stream must be idle.
     calls
         Each enqueues the same work on ``stream``, over another set of buffers, so that together
-        they move more than the L2 holds.
+        they move more than the L2 holds. Few of them are repeated until one replay is long enough
+        that its own launch does not count.
     n_samples
-        Replays timed, after three that are not.
+        Replays timed, after some that are not.
+    small
+        Time three replays of the calls as they are: for devices where only the path matters.
 
     Returns
     -------
     list of float
-        One value per replay: elapsed time of the graph over ``len(calls)``.
+        One value per replay: elapsed time of the graph over the number of calls.
     """
+    if small:
+        n_samples = 3
+    else:
+        calls = list(calls) * max(1, _N_CALLS // len(calls))
     with stream.capture("bench") as graph:
         for call in calls:
             call()
     samples = []
     with (
+        graph,
         graph.instantiate() as step,
         device.event(timing=True) as begin,
         device.event(timing=True) as end,
     ):
         step.upload(stream)
-        for i in range(n_samples + 3):
+        warm = 1 if small else _N_WARM
+        for i in range(n_samples + warm):
             stream.record(begin)
             step.launch(stream)
             stream.record(end)
             stream.sync()
-            if i >= 3:
+            if i >= warm:
                 samples.append(end.elapsed_ms(begin) * 1e3 / len(calls))
     return samples
 

@@ -1,73 +1,158 @@
-"""``memra-lowlevel bench``: measure, print a table, write a result file."""
+"""``memra-lowlevel bench``: measure, print a table, write a result file, draw."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ArgumentError
 
 if TYPE_CHECKING:
     from .result import Row
+    from .run import Run
 
-__all__ = ["GROUPS", "add_arguments", "run"]
+__all__ = ["GROUPS", "add_arguments", "line", "run"]
 
-GROUPS = ("ceilings", "launch", "replay", "append", "attend", "rows")
+GROUPS = {
+    "ceilings": "ceilings:measure",
+    "launch": "launch:measure_launch",
+    "replay": "launch:measure_replay",
+    "append": "attend:measure_append",
+    "attend": "attend:measure_attend",
+    "rows": "attend:measure_rows",
+    "model": "model:measure_model",
+    "round": "model:measure_round",
+    "compile": "compiling:measure_compile",
+}
+"""Group to ``module:function``; each function takes the :class:`~.run.Run`."""
+
+_DEFAULT = [name for name in GROUPS if name != "compile"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"any of {', '.join(GROUPS)}")
+    parser.add_argument(
+        "groups", nargs="*", metavar="GROUP",
+        help=f"any of {', '.join(GROUPS)} (default: all but compile)",
+    )  # fmt: skip
     parser.add_argument("--device", help="cuda:0, host … (default: cuda:0 where there is one)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a result file")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw share of the ceiling against context"
+    )
     parser.add_argument("--no-peers", action="store_true", help="leave out other libraries")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; status 2 for a group that does not exist."""
     from ..runtime.device import Device
-    from . import attend, launch
-    from .ceilings import Ceilings, measure
-    from .result import write
+    from . import plot, result
+    from .run import Run
 
-    groups = args.groups or list(GROUPS)
-    if unknown := set(groups) - set(GROUPS):
-        print(f"bench: no group {sorted(unknown)}; there are {', '.join(GROUPS)}", file=sys.stderr)
+    groups = list(dict.fromkeys(args.groups)) or _DEFAULT
+    if unknown := [name for name in groups if name not in GROUPS]:
+        print(f"bench: no group {unknown}; there are {', '.join(GROUPS)}", file=sys.stderr)
         return 2
-    rows: list[Row] = []
+    if args.plot:
+        plot.check_installed()
     with Device(args.device) as device, device.stream(name="bench") as stream:
-        print(f"bench on {device} ({device.name})", flush=True)
         small = device.kind == "host"
-        ceilings = Ceilings([], {1: 0.0})
-        if {"ceilings", "attend", "rows"} & set(groups):
-            ceilings = measure(device, stream, (1,) if small else (1, 4, 16, 32, 64, 128, 256, 512))
-            if "ceilings" in groups:
-                rows += ceilings.rows
-        if "launch" in groups:
-            rows += launch.measure_launch(device, stream)
-        if "replay" in groups:
-            rows += launch.measure_replay(device, stream)
-        if "append" in groups:
-            rows += attend.measure_append(device, stream)
-        if "attend" in groups:
-            rows += attend.measure_attend(device, stream, ceilings, peers=not args.no_peers)
-        if "rows" in groups:
-            rows += attend.measure_rows(device, stream, ceilings)
-        table(rows)
-        if args.json:
-            write(
-                args.json, rows, device=device, ceilings={r.what: r.median for r in ceilings.rows}
+        print(f"bench on {device} ({device.name})", flush=True)
+        if small:
+            print(
+                "reduced sizes: times of the host device say nothing about a GPU, so there are "
+                "neither floors nor peers",
+                flush=True,
             )
+        about = result.environment(device)
+        state = Run(device, stream, peers=not args.no_peers, small=small)
+        with _progress(groups, state) as begin:
+            for name in groups:
+                begin(name)
+                measure(state, name)
+        for note in dict.fromkeys(state.notes):
+            print(f"not measured: {note}", flush=True)
+        # A group that needs the ceilings leaves them in the file: they are what it is compared to.
+        if args.json:
+            result.write(args.json, state.rows, about=about, notes=state.notes)
+            print(f"bench: wrote {args.json}", flush=True)
+        if args.plot:
+            plot.draw(args.plot, state.rows, about)
+            print(f"bench: wrote {args.plot}", flush=True)
     return 0
 
 
-def table(rows: list[Row]) -> None:
-    """Print the rows: median, spread, floor and share of the ceiling."""
-    width = max((len(row.what) for row in rows), default=0)
-    for row in rows:
-        text = f"{row.what:<{width}}  {row.median:9.3f} {row.unit} ±{row.spread:4.1%}"
-        if row.floor is not None and row.share is not None:
-            text += f"  floor {row.floor:8.3f}  {row.share:4.0%}"
-        if "tb_per_s" in row.extra:
-            text += f"  {row.extra['tb_per_s']} TB/s"
-        print(text, flush=True)
+def measure(state: Run, name: str) -> None:
+    """Measure one group into ``state``.
+
+    Raises
+    ------
+    ArgumentError
+        When this build has no such measurement.
+    """
+    module, _, function = GROUPS[name].partition(":")
+    if importlib.util.find_spec(f"{__package__}.{module}") is None:
+        raise ArgumentError(f"bench: the group {name!r} has no measurement in this build")
+    state.group = name
+    if name == "ceilings":
+        _ = state.ceilings  # once, also when an earlier group needed them
+        return
+    call: Callable[[Run], Any] = getattr(
+        importlib.import_module(f"{__package__}.{module}"), function
+    )
+    call(state)
+
+
+def line(row: Row, rows: Sequence[Row], width: int = 56) -> str:
+    """Give one line of the table: median, spread, floor, share, goal."""
+    from .result import ratio
+
+    text = f"{row.what:<{width}} {row.median:10.3f} {row.unit} ±{row.spread:5.1%}"
+    if row.floor is not None:
+        text += f"  floor {row.floor:9.3f}"
+    share = ratio(row, rows)
+    if share is not None:
+        text += f"  {share:5.1%} of {'the floor' if row.floor is not None else row.baseline}"
+    if row.goal is not None:
+        text += f"  goal {row.goal:g}{' met' if row.median <= row.goal else ''}"
+    if "bytes" in row.extra and row.unit == "us":
+        text += f"  {row.extra['bytes'] / row.median / 1e6:.3f} TB/s"
+    return text
+
+
+@contextmanager
+def _progress(groups: Sequence[str], state: Run) -> Iterator[Callable[[str], None]]:
+    """Print each row as it comes; above it a bar over the groups, where there is a terminal."""
+    heading: list[str] = []
+
+    def headed(row: Row) -> list[str]:
+        new = [] if heading == [row.group] else [f"-- {row.group}"]
+        heading[:] = [row.group]
+        return [*new, line(row, state.rows)]
+
+    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+        state.tell = lambda row: print("\n".join(headed(row)), flush=True)
+        yield lambda name: None
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description:>10}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, transient=True) as bar:
+        task = bar.add_task("", total=len(groups))
+        started: list[str] = []
+
+        def begin(name: str) -> None:
+            bar.update(task, description=name, completed=len(started))
+            started.append(name)
+
+        def tell(row: Row) -> None:
+            bar.console.print("\n".join(headed(row)), markup=False, highlight=False, soft_wrap=True)
+
+        state.tell = tell
+        yield begin

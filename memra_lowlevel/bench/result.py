@@ -1,7 +1,9 @@
 """Result files: the only way by which a figure enters the repository.
 
 A file holds the raw samples, the command line, what ran it (device, driver, versions, clocks), the
-commit, a digest over the package and ``cuda_src``, and the ceilings measured in the same process.
+commit, the digests of the sources by family, and the ceilings measured in the same process.
+``memra-lowlevel bench`` and ``tools/gpu_check.py`` write them; a seal over the content shows an
+edit by hand.
 """
 
 from __future__ import annotations
@@ -16,17 +18,28 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from ..errors import ArgumentError
+from . import sources
+
 if TYPE_CHECKING:
     from ..runtime.device import Device
 
-__all__ = ["Row", "environment", "source_digest", "write"]
+__all__ = ["FORMAT", "Result", "Row", "environment", "load", "ratio", "row_data", "write"]
+
+FORMAT = 1
+"""Version of the file format."""
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
+
+_DISTRIBUTIONS = (
+    "cuda-bindings", "cuda-core", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc", "numpy", "torch",
+    "cupy-cuda12x", "cupy-cuda13x", "triton", "numba-cuda", "flashinfer-python", "flash-attn-3",
+)  # fmt: skip
 
 
 @dataclass
@@ -45,6 +58,18 @@ class Row:
         What the hardware allows, same unit, from the ceilings of the same run.
     peer : str or None
         Library that was measured, None for ours.
+    note : str
+        What a reader must know, e.g. reduced sizes.
+    extra : dict
+        Further figures, by name.
+    group : str
+        Group of the benchmark; names the family of sources that it speaks of.
+    work : str
+        What was done; rows of equal work stand side by side. Default: ``what``.
+    baseline : str or None
+        ``what`` of a row of the same run that this one is compared with, e.g. the same in C.
+    goal : float or None
+        The mark that this row is to reach, same unit.
     """
 
     what: str
@@ -54,6 +79,17 @@ class Row:
     peer: str | None = None
     note: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
+    group: str = ""
+    work: str = ""
+    baseline: str | None = None
+    goal: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.samples:
+            raise ArgumentError(
+                f"{self.what}: a row without samples; say in a note why there is none"
+            )
+        self.work = self.work or self.what
 
     @property
     def median(self) -> float:
@@ -75,19 +111,164 @@ class Row:
         return None if self.floor is None or not self.median else self.floor / self.median
 
 
-def source_digest() -> str:
-    """Digest over every file that decides a measurement: the package and ``cuda_src``."""
-    from ..compile.source import cuda_src_root
+@dataclass(frozen=True)
+class Result:
+    """A result file, read.
 
-    digest = hashlib.blake2b(digest_size=16)
-    package = Path(__file__).resolve().parent.parent
-    roots = ((package, ("*.py", "*.c", "*.h", "*.cpp")), (cuda_src_root(), ("*.cu", "*.cuh")))
-    for root, patterns in roots:
-        files = {path for pattern in patterns for path in root.rglob(pattern)}
-        for path in sorted(files):
-            digest.update(str(path.relative_to(root)).encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
+    Attributes
+    ----------
+    path : Path
+    environment : dict
+        Who ran what, where, on which sources.
+    rows : list of Row
+    notes : list of str
+        What was not measured, and why.
+    items : dict
+        Verdicts of ``tools/gpu_check.py`` by name; empty for a benchmark.
+    problems : list of str
+        What is wrong with the file: a broken seal, missing fields.
+    """
+
+    path: Path
+    environment: dict[str, Any]
+    rows: list[Row]
+    notes: list[str]
+    items: dict[str, Any]
+    problems: list[str]
+
+    def group(self, name: str) -> list[Row]:
+        """Rows of one group, in the order of the file."""
+        return [row for row in self.rows if row.group == name]
+
+    def stale(self, group: str) -> bool:
+        """Whether the sources of this group changed since the file was written."""
+        kept = self.environment.get("families", {}).get(group)
+        return group in sources.FAMILIES and kept != sources.digest_of(group)
+
+
+def ratio(row: Row, rows: Iterable[Row]) -> float | None:
+    """Share of a ceiling of the same run: the floor's, else that of the row it is compared with."""
+    if row.share is not None:
+        return row.share
+    for other in rows:
+        if other.what == row.baseline and row.median:
+            return other.median / row.median
+    return None
+
+
+def environment(device: Device | None) -> dict[str, Any]:
+    """Everything about the machine and the code that a reader of a figure needs."""
+    from ..compile import nvrtc
+
+    try:
+        nvrtc_version = nvrtc.library().name
+    except Exception as error:
+        nvrtc_version = f"unavailable: {error}"
+    head = _git("rev-parse", "HEAD")
+    changed = _git("status", "--porcelain", "--untracked-files=no") if head else ""
+    return {
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "commit": os.environ.get("MEMRA_COMMIT") or head or None,
+        "dirty": bool(changed) if head else None,
+        "families": sources.digests(),
+        "device": None if device is None else f"{device.name} ({device})",
+        "kind": None if device is None else device.kind,
+        "arch": None if device is None else device.arch,
+        "driver": None if device is None else device.driver.cuDriverGetVersion(),
+        "nvrtc": nvrtc_version,
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()} {os.cpu_count()} cores",
+        "versions": {name: v for name in _DISTRIBUTIONS if (v := _version(name))},
+        "clocks": _clocks() if device is not None and device.kind == "cuda" else {},
+    }
+
+
+def row_data(row: Row) -> dict[str, Any]:
+    """Give a row for JSON: its fields, and the median of its samples."""
+    data = {f.name: getattr(row, f.name) for f in fields(row)}
+    data = {
+        k: v for k, v in data.items() if v not in (None, "", {}) and (k, v) != ("work", row.what)
+    }
+    data["samples"] = [round(s, 4) for s in row.samples]
+    data["median"] = median(data["samples"])
+    return data
+
+
+def write(
+    path: Path,
+    rows: Iterable[Row] = (),
+    *,
+    about: Mapping[str, Any],
+    notes: Iterable[str] = (),
+    items: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a result file, replacing it atomically.
+
+    Parameters
+    ----------
+    path : Path
+    rows : iterable of Row
+    about : mapping
+        From :func:`environment`, taken when the measurements began.
+    notes : iterable of str
+    items : mapping, optional
+        Verdicts of ``tools/gpu_check.py``.
+    """
+    body: dict[str, Any] = {
+        "format": FORMAT,
+        "environment": {**about, "clocks_after": _clocks() if about.get("kind") == "cuda" else {}},
+        "rows": [row_data(row) for row in rows],
+        "notes": list(dict.fromkeys(notes)),
+    }
+    if items is not None:
+        body["items"] = dict(items)
+    body["seal"] = _seal(body)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(body, indent=1)
+    # One line per list of numbers: raw samples stay readable and small in a diff.
+    text = re.sub(r"\[\s+([-0-9.e,\s]+?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(text + "\n")
+    temporary.replace(path)
+
+
+def load(path: Path) -> Result:
+    """Read a result file and say what is wrong with it.
+
+    Raises
+    ------
+    ArgumentError
+        When it is no result file at all.
+    """
+    try:
+        body = json.loads(path.read_text())
+        about, raw = dict(body["environment"]), list(body["rows"])
+        known = {f.name for f in fields(Row)}
+        rows = [Row(**{k: v for k, v in data.items() if k in known}) for data in raw]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArgumentError(f"{path} is no result file ({error!r})", name="path") from error
+    problems = []
+    if body.get("seal") != _seal(body):
+        problems.append("its seal is broken: it was not written by a benchmark as it stands")
+    for name in ("time", "command", "commit", "families", "device", "driver", "versions", "clocks"):
+        if name not in about:
+            problems.append(f"its environment lacks {name!r}")
+    names = [row.what for row in rows]
+    if twice := {name for name in names if names.count(name) > 1}:
+        problems.append(f"rows named twice: {sorted(twice)}")
+    for row in rows:
+        if row.baseline is not None and row.baseline not in names:
+            problems.append(f"{row.what} is compared with {row.baseline!r}, which is not there")
+        if row.group not in sources.FAMILIES:
+            problems.append(f"{row.what} belongs to no known group ({row.group!r})")
+    return Result(path, about, rows, list(body.get("notes", [])), body.get("items", {}), problems)
+
+
+def _seal(body: Mapping[str, Any]) -> str:
+    content = {key: value for key, value in body.items() if key != "seal"}
+    text = json.dumps(content, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
 def _git(*arguments: str) -> str:
@@ -95,16 +276,16 @@ def _git(*arguments: str) -> str:
         done = subprocess.run(
             ["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=10
         )
-    except OSError:
+    except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _clocks() -> Mapping[str, str]:
-    fields = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
+    names = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
     try:
         done = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"],
+            ["nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader"],
             capture_output=True,
             text=True,
             timeout=10,
@@ -114,7 +295,7 @@ def _clocks() -> Mapping[str, str]:
     if done.returncode:
         return {}
     first = done.stdout.strip().split("\n")[0]
-    return dict(zip(fields.split(","), (v.strip() for v in first.split(",")), strict=False))
+    return dict(zip(names.split(","), (v.strip() for v in first.split(",")), strict=False))
 
 
 def _version(distribution: str) -> str | None:
@@ -122,56 +303,3 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def environment(device: Device | None) -> dict[str, Any]:
-    """Everything about the machine and the code that a reader of a figure needs."""
-    from ..compile import nvrtc
-
-    names = ["cuda-bindings", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc", "numpy", "torch"]
-    try:
-        nvrtc_version = nvrtc.library().name
-    except Exception as error:
-        nvrtc_version = f"unavailable: {error}"
-    return {
-        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "commit": os.environ.get("MEMRA_COMMIT") or _git("rev-parse", "HEAD") or None,
-        "dirty": bool(_git("status", "--porcelain")) if _git("rev-parse", "HEAD") else None,
-        "source": source_digest(),
-        "device": None if device is None else f"{device.name} ({device})",
-        "arch": None if device is None else device.arch,
-        "driver": None if device is None else device.driver.cuDriverGetVersion(),
-        "nvrtc": nvrtc_version,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()} {os.cpu_count()} cores",
-        "versions": {name: v for name in names if (v := _version(name))},
-        "clocks": _clocks(),
-    }
-
-
-def write(
-    path: Path,
-    rows: Iterable[Row],
-    *,
-    device: Device | None,
-    ceilings: Mapping[str, Any] | None = None,
-    sections: Mapping[str, Any] | None = None,
-) -> None:
-    """Write a result file, replacing it atomically."""
-    body = {
-        "environment": environment(device),
-        "ceilings": dict(ceilings or {}),
-        "rows": [
-            {**asdict(row), "median": row.median, "spread": row.spread, "share": row.share}
-            for row in rows
-        ],
-        **dict(sections or {}),
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(body, indent=1)
-    # One line per list of numbers: raw samples stay readable and small in a diff.
-    text = re.sub(r"\[\s+([-0-9.e,\s]+?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text + "\n")
-    temporary.replace(path)

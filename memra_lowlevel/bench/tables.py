@@ -1,0 +1,326 @@
+"""The tables of the documents, made from result files and from nothing else.
+
+A document marks a table::
+
+    <!-- table: attend from benchmarks/results/2026-11-29-bench.json -->
+    …
+    <!-- end of table -->
+
+``python -m memra_lowlevel.bench.tables`` compares every table with its result file, ``--write``
+refreshes them. Below each table stand the command, commit, device and file; and «older source»
+where the code that it speaks of has changed since. A table of times outside such marks is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArgumentError
+from .result import REPOSITORY, Result, load, ratio
+
+__all__ = ["END", "KINDS", "OLDER", "Problem", "check", "documents", "main", "render", "rewritten"]
+
+OLDER = "«older source»"
+"""Mark of a table whose code has changed since it was measured."""
+
+END = "<!-- end of table -->"
+_BEGIN = re.compile(r"<!-- table: (?P<kind>[\w-]+) from (?P<path>\S+) -->")
+_UNIT = re.compile(r"(?<![\w])(?:µs|us|ms|ns|TB/s|GB/s|tokens/s)(?![\w])")
+_NUMBER = re.compile(r"\d")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with a document, and where."""
+
+    document: Path
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.document}:{self.line}: {self.text}"
+
+
+def documents(root: Path = REPOSITORY) -> list[Path]:
+    """Documents whose tables of times come from result files."""
+    found = [
+        *root.glob("*.md"),
+        *(root / "docs").rglob("*.md"),
+        *(root / "benchmarks").rglob("*.md"),
+    ]
+    return sorted(found)
+
+
+def check(root: Path = REPOSITORY, *, write: bool = False) -> list[Problem]:
+    """Compare every document with its result files; ``write`` makes them equal first.
+
+    Parameters
+    ----------
+    root : Path
+        Folder of README, ``docs`` and ``benchmarks``.
+
+    Returns
+    -------
+    list of Problem
+        Empty when every table is what its result file says.
+    """
+    problems = []
+    for path in sorted((root / "benchmarks" / "results").glob("*.json")):
+        try:
+            for text in load(path).problems:
+                problems.append(Problem(path.relative_to(root), 0, text))
+        except ArgumentError as error:
+            problems.append(Problem(path.relative_to(root), 0, str(error)))
+    for document in documents(root):
+        text = document.read_text(encoding="utf-8")
+        fresh, found = rewritten(text, root)
+        if write and fresh != text:
+            document.write_text(fresh, encoding="utf-8")
+        elif fresh != text:
+            pairs = zip(text.split("\n"), fresh.split("\n"), strict=False)
+            line = next((i for i, (old, new) in enumerate(pairs, 1) if old != new), 0)
+            why = "the table differs from its result file; python -m memra_lowlevel.bench.tables"
+            found.append((line, f"{why} --write makes it anew"))
+        problems += [Problem(document.relative_to(root), line, what) for line, what in found]
+    return problems
+
+
+def rewritten(text: str, root: Path) -> tuple[str, list[tuple[int, str]]]:
+    """Return a document with its tables made anew, and what cannot be made right by that."""
+    lines, out, problems = text.split("\n"), [], []
+    at = 0
+    while at < len(lines):
+        line = lines[at]
+        begin = _BEGIN.search(line)
+        if begin is None:
+            if _times(lines, at):
+                problems.append(
+                    (at + 1, f"a table of times outside a mark: {_BEGIN_TEXT}, then --write")
+                )
+            out.append(line)
+            at += 1
+            continue
+        end = next((i for i in range(at + 1, len(lines)) if lines[i].strip() == END), None)
+        if end is None or any(_BEGIN.search(other) for other in lines[at + 1 : end]):
+            problems.append((at + 1, f"the mark has no {END}"))
+            out.append(line)
+            at += 1
+            continue
+        try:
+            body = render(begin["kind"], load(root / begin["path"]), begin["path"])
+        except ArgumentError as error:
+            problems.append((at + 1, str(error)))
+            body = lines[at + 1 : end]
+        out += [line, *body, lines[end]]
+        at = end + 1
+    return "\n".join(out), problems
+
+
+_BEGIN_TEXT = "<!-- table: KIND from benchmarks/results/FILE.json -->"
+
+
+def _times(lines: Sequence[str], at: int) -> bool:
+    """Whether a table of times begins here: a header with a unit, or a first row with one."""
+    if not lines[at].startswith("|") or (at and lines[at - 1].startswith("|")):
+        return False
+    end = at
+    while end < len(lines) and lines[end].startswith("|"):
+        end += 1
+    if end - at < 3:
+        return False
+    if _UNIT.search(lines[at]):
+        return any(_NUMBER.search(line) for line in lines[at + 2 : end])
+    return any(re.search(r"\d\s*(?:" + _UNIT.pattern + ")", line) for line in lines[at + 2 : end])
+
+
+# -- making tables --------------------------------------------------------------------------------
+def render(kind: str, result: Result, shown: str) -> list[str]:
+    """Return the lines of a table with its caption.
+
+    Raises
+    ------
+    ArgumentError
+        An unknown kind, or a result file without such rows.
+    """
+    if kind not in KINDS:
+        raise ArgumentError(f"no table {kind!r}; there are {', '.join(KINDS)}", name="kind")
+    table = KINDS[kind](result, kind)
+    if not table:
+        raise ArgumentError(f"{shown} has no rows for the table {kind!r}", name="kind")
+    return [*table, "", _caption(kind, result, shown)]
+
+
+def _caption(kind: str, result: Result, shown: str) -> str:
+    about = result.environment
+    commit = str(about.get("commit") or "unknown commit")[:10]
+    edited = " with edits" if about.get("dirty") else ""
+    words = " ".join(str(word) for word in about.get("command", []))
+    groups = {row.group for row in result.group(kind)} or {kind}
+    older = f" {OLDER}" if any(result.stale(group) for group in groups) else ""
+    return (
+        f"<sub>{about.get('device')}, commit {commit}{edited}, {str(about.get('time'))[:10]}, "
+        f"`{words}`, [{shown}](/{shown}).{older}</sub>"
+    )
+
+
+def _plain(result: Result, kind: str) -> list[str]:
+    """Return one line per row: floor, measured, spread, share."""
+    rows = result.group(kind)
+    if not rows:
+        return []
+    head = ["what", "floor", "measured", "±", "of the ceiling", "goal"]
+    body = [
+        [
+            row.what,
+            _figure(row.floor, row.unit),
+            _figure(row.median, row.unit),
+            f"{row.spread:.1%}",
+            _percent(ratio(row, rows)),
+            "" if row.goal is None else f"{'✓' if row.median <= row.goal else '✗'} {row.goal:g}",
+        ]
+        for row in rows
+    ]
+    return _markdown(head, body)
+
+
+def _ceilings(result: Result, kind: str) -> list[str]:
+    body = []
+    for row in result.group(kind):
+        n_bytes = row.extra.get("bytes")
+        rate = "" if n_bytes is None else f"{n_bytes / row.median / 1e6:.2f} TB/s"
+        body.append([row.what, _figure(row.median, row.unit), f"{row.spread:.1%}", rate])
+    return _markdown(["what", "time", "±", "rate"], body) if body else []
+
+
+def _attend(result: Result, kind: str) -> list[str]:
+    """Return one line per piece of work of ours; the peers of the same work stand beside it."""
+    rows = result.group(kind)
+    ours = [row for row in rows if row.peer is None]
+    if not ours:
+        return []
+    peers = list(dict.fromkeys(row.peer for row in rows if row.peer is not None))
+    of_peer = {(row.work, row.peer): row for row in rows if row.peer is not None}
+    first = dict.fromkeys(row.work for row in ours)
+    head = ["µs", "MB", "floor", "ours", "±", "share", "goal", *peers]
+    body = []
+    for row in ours:
+        beside = [of_peer.get((row.work, peer)) for peer in peers]
+        # The first pair of formats over some work is what the peers are compared with.
+        shown = [row if row is not None else None for row in beside] if row.work in first else []
+        first.pop(row.work, None)
+        body.append(
+            [
+                row.what.removeprefix(f"{kind} "),
+                f"{row.extra.get('bytes', 0) / 1e6:.1f}",
+                _number(row.floor),
+                f"**{_number(row.median)}**",
+                f"{row.spread:.1%}",
+                _percent(row.share),
+                ""
+                if row.goal is None
+                else f"{'✓' if row.median <= row.goal else '✗'} {row.goal:g}",
+                *(_number(None if peer is None else peer.median) for peer in shown),
+                *[""] * (len(peers) - len(shown)),
+            ]
+        )
+    return _markdown(head, body)
+
+
+def _launch(result: Result, kind: str) -> list[str]:
+    """Return host costs: time, and how many times that of C in the same run."""
+    rows = result.group(kind)
+    medians = {row.what: row.median for row in rows}
+    body = []
+    for row in rows:
+        over = medians[row.baseline] if row.baseline else None
+        body.append(
+            [
+                row.what,
+                _figure(row.median, row.unit),
+                f"{row.spread:.1%}",
+                "" if over is None else f"{row.median / over:.2f} ×",
+                ""
+                if row.goal is None
+                else f"{'✓' if row.median <= row.goal else '✗'} {row.goal:g}",
+            ]
+        )
+    return _markdown(["call", "host time", "±", "over C", "goal"], body) if body else []
+
+
+def _checks(result: Result, kind: str) -> list[str]:
+    """Return the verdicts of ``tools/gpu_check.py``."""
+    body = [
+        [
+            name,
+            "ok" if item.get("ok") else "**failed**",
+            str(item.get("passed", "")),
+            f"{item.get('seconds', 0):.0f} s",
+        ]
+        for name, item in result.items.items()
+    ]
+    return _markdown(["item", "verdict", "passed", "took"], body) if body else []
+
+
+def _missing(result: Result, kind: str) -> list[str]:
+    """Return what was not measured, and why."""
+    return [f"* {note}" for note in result.notes]
+
+
+KINDS: dict[str, Callable[[Result, str], list[str]]] = {
+    "ceilings": _ceilings,
+    "launch": _launch,
+    "replay": _launch,
+    "append": _plain,
+    "attend": _attend,
+    "rows": _attend,
+    "model": _plain,
+    "round": _plain,
+    "compile": _plain,
+    "latent": _plain,
+    "recur": _plain,
+    "layer_kv": _plain,
+    "checks": _checks,
+    "missing": _missing,
+}
+"""Kinds of tables; each gives lines of Markdown, none without rows."""
+
+
+def _markdown(head: Sequence[str], body: Iterable[Sequence[Any]]) -> list[str]:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
+    return ["| " + " | ".join(str(cell) for cell in line) + " |" for line in lines]
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _figure(value: float | None, unit: str) -> str:
+    return "" if value is None else f"{_number(value)} {'µs' if unit == 'us' else unit}"
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.0%}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare, or with ``--write`` refresh; status 1 while something differs."""
+    parser = argparse.ArgumentParser(description="Tables of the documents from result files.")
+    parser.add_argument("--write", action="store_true", help="make every table anew")
+    parser.add_argument("--root", type=Path, default=REPOSITORY)
+    args = parser.parse_args(argv)
+    problems = check(args.root, write=args.write)
+    for problem in problems:
+        print(problem)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
