@@ -40,7 +40,8 @@ def test_what_closes_also_works_in_a_with_block(name):
     if "close" not in dir(cls):
         return
     assert {"__enter__", "__exit__"} <= set(dir(cls)), "a resource has close() and with"
-    assert hasattr(cls, "closed"), "a resource says whether it is closed"
+    if cls.__module__.split(".")[1] in ("runtime", "graph", "compile"):
+        assert hasattr(cls, "closed"), "what owns a handle says whether it is closed"
 
 
 @pytest.mark.parametrize("name", public_classes())
