@@ -12,11 +12,13 @@ setup(
         *find_packages(include=["memra_lowlevel*"]),
         "memra_lowlevel.cuda_src",
         "memra_lowlevel.examples",
+        "memra_lowlevel.examples.hybrid",
         "memra_lowlevel.examples.smollm2",
     ],
     package_dir={
         "memra_lowlevel.cuda_src": "cuda_src",
         "memra_lowlevel.examples": "examples",
+        "memra_lowlevel.examples.hybrid": "examples/hybrid",
         "memra_lowlevel.examples.smollm2": "examples/smollm2",
     },
     cffi_modules=[

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     add = parser.add_argument
     add("--device", help="cuda:N or host (default: cuda:0 where there is one, else host)")
-    add("--model", default="smollm2", help="smollm2 (default), tiny, or the path of a GGUF file")
+    add("--model", default="smollm2", help="smollm2 (default), tiny, hybrid, or a GGUF file")
     add("--prompt", help="text to continue, or with --chat the question")
     add("--tokens", type=_positive, default=24, metavar="N", help="tokens to generate (24)")
     add("--draft-len", type=_positive, default=4, metavar="K", help="drafts per round (4)")
@@ -67,6 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; 0 if speculation gave what plain greedy decoding gives, else 1."""
+    if args.model == "hybrid":
+        return _run_hybrid(args)
     with Device(args.device) as device:
         if not args.json:
             print(f"device: {device} ({device.name})", flush=True)
@@ -80,8 +82,38 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report["exact"] else 1
 
 
-def engine() -> ModuleType:
-    """Return the small Llama engine: of the installed package, else of the checkout.
+def _run_hybrid(args: argparse.Namespace) -> int:
+    """Latent and linear attention: speculation, and a prompt that is taken up again from disk."""
+    hybrid = engine("hybrid")
+    given = {k for k in ("prompt", "window", "ring_chunk", "ring_slack") if getattr(args, k)}
+    if given or args.chat or args.drafter != "early-exit":
+        raise ModelError(
+            "--model hybrid is made up and has one prompt and one drafter; of the other options "
+            "give --device, --tokens, --draft-len and --json only"
+        )
+    with Device(args.device) as device:
+        say: Callable[[str], None] = (lambda _: None) if args.json else print
+        say(f"device: {device} ({device.name})")
+        report: dict[str, Any] = hybrid.run(
+            device, n_tokens=args.tokens, draft_len=args.draft_len, say=say
+        )
+    if args.json:
+        print(json.dumps(report))
+    else:
+        width = max(map(len, report))
+        print()
+        for name, value in report.items():
+            print(f"{name.replace('_', ' '):<{width}}  {value}")
+    return 0 if report["exact"] and report["restored_exact"] else 1
+
+
+def engine(name: str = "smollm2") -> ModuleType:
+    """Return an example's engine: of the installed package, else of the checkout.
+
+    Parameters
+    ----------
+    name : str
+        ``smollm2``, the small Llama engine, or ``hybrid``.
 
     Raises
     ------
@@ -89,7 +121,7 @@ def engine() -> ModuleType:
         Neither place has it.
     """
     try:
-        return importlib.import_module("memra_lowlevel.examples.smollm2")
+        return importlib.import_module(f"memra_lowlevel.examples.{name}")
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("memra_lowlevel.examples"):
             raise ModelError(
@@ -97,15 +129,15 @@ def engine() -> ModuleType:
                 "pip install 'memra-lowlevel[demo]'"
             ) from error
     examples = Path(__file__).resolve().parent.parent / "examples"
-    if not (examples / "smollm2" / "__init__.py").is_file():
+    if not (examples / name / "__init__.py").is_file():
         raise ModelError(
-            "the SmolLM2 engine is neither in the installed package nor in examples/smollm2 of a "
-            "checkout; reinstall memra-lowlevel"
+            f"the engine is neither in the installed package nor in examples/{name} of a checkout; "
+            "reinstall memra-lowlevel"
         )
     if str(examples) not in sys.path:
         sys.path.append(str(examples))
     try:
-        return importlib.import_module("smollm2")
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ModelError(
             f"the engine needs the package {error.name!r}: install the demo extra, "
