@@ -76,6 +76,12 @@ def smollm2_path(
     return path
 
 
+def fetched_path(cache: Path | None = None) -> Path | None:
+    """Path of the model file if it was fetched before, else None; no network is used."""
+    path = (cache_root() if cache is None else cache) / "models" / Path(MEMBER).name
+    return path if _whole(path) else None
+
+
 def _whole(path: Path) -> bool:
     return path.is_file() and path.stat().st_size == MEMBER_BYTES
 

@@ -17,7 +17,7 @@ from memra_lowlevel.kernels.model import KvRows, TiledMatrix
 from memra_lowlevel.runtime import Arena, Buffer, Device, Stream
 
 from .fetch import smollm2_path
-from .tiny import tiny_weights
+from .tiny import MADE_UP, made_up
 from .tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer
 from .weights import Config, Tensor, Weights, matrix_names, read_gguf
 
@@ -162,7 +162,8 @@ class Model:
         stream : Stream
             Weights are copied on it.
         name : str
-            ``"smollm2"`` (fetched once), ``"tiny"`` (made up, seeded), or the path of a GGUF file.
+            ``"smollm2"`` (fetched once), ``"tiny"`` or another of ``MADE_UP`` (made up, seeded),
+            or the path of a GGUF file.
         max_ctx : int, optional
             Positions to make the rotation table for; those of the model if left out.
 
@@ -171,8 +172,8 @@ class Model:
         ModelError
             The file cannot be fetched or read, or is of an unsupported kind.
         """
-        if name == "tiny":
-            weights = tiny_weights()
+        if name in MADE_UP:
+            weights = made_up(name)
         else:
             weights = read_gguf(smollm2_path() if name == "smollm2" else name)
         return cls(device, stream, weights, max_ctx=max_ctx)
