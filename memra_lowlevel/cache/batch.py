@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..closing import Closing
 from ..errors import ArgumentError, PlaneError
 from ..kernels import kv_append, kv_attend
 from ..runtime.storage import note_use
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["KvBatch"]
 
 
-class KvBatch:
+class KvBatch(Closing):
     """The same layer of several sequences, as a table of pointers on the device.
 
     Rows of a launch are those of the first sequence, then those of the second, and so on. A row
