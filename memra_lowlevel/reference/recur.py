@@ -52,9 +52,7 @@ def l2_normalise(x: ArrayLike, eps: float = 1e-6) -> F64:
     return np.asarray(x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + eps))
 
 
-def conv_assemble_and_roll(
-    state: ArrayLike, new: ArrayLike, weights: ArrayLike
-) -> tuple[F64, F64]:
+def conv_assemble_and_roll(state: ArrayLike, new: ArrayLike, weights: ArrayLike) -> tuple[F64, F64]:
     """Short causal convolution of new rows behind a state.
 
     Parameters
@@ -129,9 +127,7 @@ def kda(
     return _delta(state, q, k, v, _f64(decay), beta)
 
 
-def kda_decay(
-    a_log: ArrayLike, f: ArrayLike, dt_bias: ArrayLike, lower_bound: float = -5.0
-) -> F64:
+def kda_decay(a_log: ArrayLike, f: ArrayLike, dt_bias: ArrayLike, lower_bound: float = -5.0) -> F64:
     """``exp(lower_bound * sigmoid(exp(a_log) * (f + dt_bias)))``."""
     return np.exp(lower_bound * sigmoid(np.exp(_f64(a_log)) * (_f64(f) + _f64(dt_bias))))
 
