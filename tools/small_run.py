@@ -15,7 +15,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from memra_lowlevel import Device, LaunchConfig, formats, launch
-from memra_lowlevel.cache import KvLayer, KvRing, swa_retain_from
+from memra_lowlevel.cache import KvLayer, KvRing, RecurLayer, Recurrent, swa_retain_from
 from memra_lowlevel.kernels import registry
 from memra_lowlevel.runtime import Stream
 
@@ -64,15 +64,26 @@ def planes(device: Device, stream: Stream) -> None:
         stream.sync()
 
 
-def model(device: Device) -> None:
-    """Decode with the made-up model: its kernels, the draft chain and the verify step."""
+def model(device: Device, name: str) -> None:
+    """Decode with a made-up model: its kernels, its drafts and the verify step."""
     from memra_lowlevel import demo
 
-    words = ["--model", "tiny", "--tokens", "8", "--device", str(device), "--json"]
+    words = ["--model", name, "--tokens", "8", "--device", str(device), "--json"]
     parser = argparse.ArgumentParser()
     demo.add_arguments(parser)
     if demo.run(parser.parse_args(words)):
-        raise SystemExit("small_run: the demo failed")
+        raise SystemExit(f"small_run: the demo of {name} failed")
+
+
+def convolution(device: Device, stream: Stream) -> None:
+    """Convolve rows apart from the step that usually does it."""
+    plan = Recurrent(96, 4, 2 * 32 * 32)
+    with RecurLayer.allocate(device, plan, 4) as layer:
+        out = device.empty((3, 96), np.float32, stream)
+        layer.conv_assemble_and_roll(
+            stream, random(device, stream, 3, 96), random(device, stream, 96, 4), out
+        )
+        stream.sync()
 
 
 def layer_cache(device: Device, stream: Stream) -> None:
@@ -139,7 +150,9 @@ def main() -> int:
     arguments = parser.parse_args()
     with Device(arguments.device) as device, device.stream(name="small") as stream:
         planes(device, stream)
-        model(device)
+        convolution(device, stream)
+        model(device, "tiny")
+        model(device, "hybrid")
         layer_cache(device, stream)
         ceilings(device, stream)
         loaded = {
