@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
-__all__ = ["available", "backend", "ffi", "lib", "use"]
+__all__ = ["available", "backend", "ffi", "lib", "use", "work"]
 
 ffi: Any = None
 lib: Any = None
@@ -37,6 +37,24 @@ def backend() -> str:
 def native() -> bool:
     """Return whether the compiled loops are in use."""
     return _native
+
+
+def work() -> dict[str, int]:
+    """Count what the compiled loops of the calling thread have done since it began.
+
+    Returns
+    -------
+    dict
+        ``rows_scored``: rows of keys multiplied with a query; ``rows_added``: rows of values or of
+        a state added to a sum; ``exponentials`` (softcap's tanh apart); ``scratch_bytes``: memory
+        that was taken and given back. All 0 on the NumPy path.
+    """
+    names = ("rows_scored", "rows_added", "exponentials", "scratch_bytes")
+    if lib is None:
+        return dict.fromkeys(names, 0)
+    counts = ffi.new("int64_t[]", lib.LKV_N_WORK)
+    lib.lkv_work(counts)
+    return dict(zip(names, counts, strict=True))
 
 
 @contextlib.contextmanager

@@ -42,6 +42,16 @@ static inline float lkv_float(uint32_t u)
     return x;
 }
 
+static __thread int64_t lkv_done[LKV_N_WORK];
+
+#define LKV_COUNT(what, n) (lkv_done[what] += (n))
+
+static float *lkv_scratch(int64_t floats)
+{
+    LKV_COUNT(LKV_SCRATCH_BYTES, (int64_t)sizeof(float) * floats);
+    return malloc(sizeof(float) * (size_t)floats);
+}
+
 #define LKV_FN static inline
 #define LKV_BITS lkv_bits
 #define LKV_FLOAT lkv_float
@@ -316,6 +326,8 @@ int lkv_isa(void)
     }
     return chosen;
 }
+
+void lkv_work(int64_t *counts) { memcpy(counts, lkv_done, sizeof lkv_done); }
 
 #define T (tables[lkv_isa()])
 

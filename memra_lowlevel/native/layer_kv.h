@@ -9,6 +9,15 @@
 #define LKV_NO_MEMORY 1
 #define LKV_NOT_FINITE 2
 
+/* What the loops of the calling thread have done since it began: rows of keys multiplied with a
+ * query, rows of values (or of a state) added to a sum, exponentials, bytes of scratch. A step that
+ * costs more with every token shows here exactly, without a clock. */
+#define LKV_ROWS_SCORED 0
+#define LKV_ROWS_ADDED 1
+#define LKV_EXPONENTIALS 2
+#define LKV_SCRATCH_BYTES 3
+#define LKV_N_WORK 4
+
 /* The stores of a layer. Head h, row p: k[(h*cap + p)*hd], kq the same, ks[(h*cap + p)*groups],
  * vs[h*cap + p]; columns [nkv][hd], used where *_on[h] is not 0. */
 typedef struct {
@@ -33,6 +42,7 @@ typedef struct {
 int lkv_isa_mask(void);
 int lkv_isa(void);
 int lkv_select_isa(int isa);
+void lkv_work(int64_t *counts);
 
 float lkv_read(const float *x, int64_t n);
 void lkv_map_exp(const float *x, float *y, int64_t n);

@@ -52,6 +52,7 @@ static void LKV_NAME(score_rows)(const float *q, const float *rows, int64_t hd, 
     V acc[4][NV];
     float d[4];
     int64_t r = 0;
+    LKV_COUNT(LKV_ROWS_SCORED, n);
     for (; r + 4 <= n; r += 4) {
         for (int i = 0; i < 4; i++) LKV_NAME(lanes)(q, rows + (r + i) * hd, hd, acc[i]);
         V_SUM32X4(acc, d);
@@ -69,6 +70,7 @@ static inline __attribute__((always_inline)) void LKV_NAME(score_groups)(
 {
     V acc[4][NV];
     float d[4];
+    LKV_COUNT(LKV_ROWS_SCORED, n);
     for (int64_t r = 0; r < n; r++) {
         const int8_t *row = codes + r * hd;
         const float *w = wide ? wide + r * hd : 0, *s = scales + r * groups;
@@ -145,6 +147,7 @@ static void LKV_NAME(value_rows)(const float *w, const float *v, const int8_t *v
                                  int64_t n, float *acc)
 {
     int64_t d = 0;
+    LKV_COUNT(LKV_ROWS_ADDED, n);
     for (; d + 8 * VW <= hd; d += 8 * VW) CHUNK(8, 0);
     for (; d + 4 * VW <= hd; d += 4 * VW) CHUNK(4, 0);
     for (; d + VW <= hd; d += VW) CHUNK(1, 0);
@@ -154,6 +157,7 @@ static void LKV_NAME(value_rows)(const float *w, const float *v, const int8_t *v
 
 static void LKV_NAME(exp_shifted)(float *restrict s, int64_t n, float m)
 {
+    LKV_COUNT(LKV_EXPONENTIALS, n);
     for (int64_t r = 0; r < n; r++) s[r] = LKV_NAME(lkv_exp)(s[r] - m);
 }
 
@@ -194,8 +198,7 @@ static int LKV_NAME(attend)(const lkv_store *s, int64_t head, const float *q, in
     enum { TILE = 32 };
     int64_t hd = s->hd, hdp = (hd + 31) / 32 * 32, span = stored - first;
     int64_t at = head * s->cap + first;
-    size_t floats = (size_t)(2 * n * hdp + TILE + TILE * hd + (probs ? 0 : n * span));
-    float *work = malloc(sizeof(float) * floats);
+    float *work = lkv_scratch(2 * n * hdp + TILE + TILE * hd + (probs ? 0 : n * span));
     if (!work) return LKV_NO_MEMORY;
     float *qp = work, *acc = work + n * hdp, *wts = acc + n * hdp, *wide = wts + TILE;
     float *p = probs ? probs : wide + TILE * hd;
@@ -257,7 +260,7 @@ static int LKV_NAME(quantise)(const float *x, const float *col, const uint8_t *c
                               int64_t n_rows, int64_t hd, int64_t width, int8_t *codes,
                               float *scales)
 {
-    float *r = malloc(sizeof(float) * (size_t)hd);
+    float *r = lkv_scratch(hd);
     if (!r) return LKV_NO_MEMORY;
     for (int64_t row = 0; row < n_rows; row++) {
         const float *c = col_on[row] ? col + row * hd : 0;
@@ -297,7 +300,7 @@ static int LKV_NAME(bounded_step)(float *ring_k, float *ring_v, float *undo_k, f
                                   int64_t nh, float scale, float *out)
 {
     int64_t hdp = (hd + 31) / 32 * 32, n = n_sink + len, hpk = nh / nkv;
-    float *work = malloc(sizeof(float) * (size_t)(2 * hdp + 2 * nkv * hd + nh * n));
+    float *work = lkv_scratch(2 * hdp + 2 * nkv * hd + nh * n);
     if (!work) return LKV_NO_MEMORY;
     float *qp = work, *acc = qp + hdp, *old_k = acc + hdp, *old_v = old_k + nkv * hd;
     float *p = old_v + nkv * hd;
@@ -348,11 +351,14 @@ static int LKV_NAME(bounded_step)(float *ring_k, float *ring_v, float *undo_k, f
 
 static void LKV_NAME(absorb)(const lkv_nystrom *s, int64_t h, const float *l, const float *v)
 {
+    LKV_COUNT(LKV_ROWS_ADDED, s->m);
+    LKV_COUNT(LKV_EXPONENTIALS, s->m);
     for (int64_t b = 0; b < s->m; b++) {
         float *mu = s->mu + h * s->m + b, *z = s->z + h * s->m + b;
         float *restrict t = s->t + (h * s->m + b) * s->dv;
         if (l[b] > *mu) {
             float r = LKV_NAME(lkv_exp)(*mu - l[b]);
+            LKV_COUNT(LKV_EXPONENTIALS, 1);
             *z = *z * r;
             for (int64_t d = 0; d < s->dv; d++) t[d] = t[d] * r;
             *mu = l[b];
@@ -378,7 +384,7 @@ static int LKV_NAME(nystrom_step)(const lkv_nystrom *s, int64_t win_len, int64_t
     int64_t dp = (d + 31) / 32 * 32, evict = win_len == w, slot = evict ? win_head : win_len;
     int64_t len = evict ? w : win_len + 1, near = sink + len, far = far_len + evict;
     int64_t per = near + 2 * m;
-    float *work = malloc(sizeof(float) * (size_t)(dp + dv + m + n_heads * per));
+    float *work = lkv_scratch(dp + dv + m + n_heads * per);
     if (!work) return LKV_NO_MEMORY;
     float *qp = work, *u = qp + dp, *acc = u + m, *logits = acc + dv;
     int ok = 1;
@@ -427,6 +433,7 @@ static int LKV_NAME(nystrom_step)(const lkv_nystrom *s, int64_t win_len, int64_t
             float f = fl[0];
             for (int64_t a = 1; a < m; a++) f = fl[a] > f ? fl[a] : f;
             for (int64_t b = 0; b < m; b++) u[b] = 0.0f;
+            LKV_COUNT(LKV_EXPONENTIALS, 2 * m);
             for (int64_t a = 0; a < m; a++) {
                 float phi = LKV_NAME(lkv_exp)(fl[a] - f);
                 const float *row = s->pinv + (h * m + a) * m;
@@ -441,16 +448,19 @@ static int LKV_NAME(nystrom_step)(const lkv_nystrom *s, int64_t win_len, int64_t
                 u[b] = u[b] * LKV_NAME(lkv_exp)(((f + mu[b]) - s->shift[h]) - top);
                 den = LKV_FMA(u[b], z[b], den);
             }
-            if (den >= 0.0f)
+            if (den >= 0.0f) {
+                LKV_COUNT(LKV_ROWS_ADDED, m);
                 for (int64_t b = 0; b < m; b++) {
                     const float *t = s->t + (h * m + b) * dv;
                     for (int64_t j = 0; j < dv; j++) acc[j] = LKV_FMA(u[b], t[j], acc[j]);
                 }
-            else { /* the skeleton's mass is negative: the near field answers alone */
+            } else { /* the skeleton's mass is negative: the near field answers alone */
                 den = 0.0f;
                 top = c;
             }
         }
+        LKV_COUNT(LKV_ROWS_ADDED, near);
+        LKV_COUNT(LKV_EXPONENTIALS, near);
         for (int64_t j = 0; j < near; j++) {
             float e = LKV_NAME(lkv_exp)(nl[j] - top);
             const float *row = j < sink ? s->sink_v + (g * sink + j) * dv
@@ -470,7 +480,7 @@ static int LKV_NAME(nystrom_replay)(const lkv_nystrom *s, int64_t win_len, int64
                                     int64_t v_stride, int64_t n_rows)
 {
     int64_t d = s->d, dv = s->dv, m = s->m, w = s->w, dp = (d + 31) / 32 * 32;
-    float *work = malloc(sizeof(float) * (size_t)(dp + m));
+    float *work = lkv_scratch(dp + m);
     if (!work) return LKV_NO_MEMORY;
     float *old = work, *l = work + dp;
     int ok = 1;
@@ -508,6 +518,7 @@ static void LKV_NAME(phase)(const double *decay, const double *fk, const double 
             double g = decay[h * width + f], a = fk[h * width + f] * (double)kappa[h];
             double b = fq[h * width + f];
             float *restrict s = state + (h * width + f) * dv;
+            LKV_COUNT(LKV_ROWS_ADDED, 1);
             for (int64_t d = 0; d < dv; d++) {
                 double cell = g * (double)s[d] + a * (double)v[h * dv + d];
                 s[d] = (float)cell;
@@ -523,18 +534,21 @@ static int LKV_NAME(phase_delta)(const double *decay, const double *fk, const do
 {
     double *restrict r = malloc(sizeof(double) * (size_t)dv);
     if (!r) return LKV_NO_MEMORY;
+    LKV_COUNT(LKV_SCRATCH_BYTES, (int64_t)sizeof(double) * dv);
     for (int64_t h = 0; h < nh; h++) {
         float *restrict o = out + h * dv;
         for (int64_t d = 0; d < dv; d++) o[d] = 0.0f, r[d] = 0.0;
         for (int64_t f = 0; f < width; f++) {
             double g = decay[h * width + f], a = fk[h * width + f];
             const float *s = state + (h * width + f) * dv;
+            LKV_COUNT(LKV_ROWS_SCORED, 1);
             for (int64_t d = 0; d < dv; d++) r[d] = r[d] + a * (g * (double)s[d]);
         }
         for (int64_t f = 0; f < width; f++) {
             double g = decay[h * width + f], a = (double)beta[h] * fk[h * width + f];
             double b = fq[h * width + f];
             float *restrict s = state + (h * width + f) * dv;
+            LKV_COUNT(LKV_ROWS_ADDED, 1);
             for (int64_t d = 0; d < dv; d++) {
                 s[d] = (float)(g * (double)s[d] + a * ((double)v[h * dv + d] - r[d]));
                 o[d] = o[d] + (float)(b * (double)s[d]);

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memra_lowlevel.layer_kv import KvMode, LayerKvCache
+from memra_lowlevel.layer_kv import KvMode, LayerKvCache, compiled
 
 SCALE = float(os.environ.get("MEMRA_TEST_SCALE", "1"))
 MODES = [KvMode.F32, KvMode.Q8(), KvMode.Q8(v=False), KvMode.Q8(k=False)]
@@ -37,6 +37,17 @@ def mk(salt: int, n: int, d: int) -> np.ndarray:
 
 def bits(x: Any) -> list[str]:
     return [f"{v:08x}" for v in np.asarray(x, np.float32).reshape(-1).view(np.uint32)]
+
+
+def steps_done(call: Callable[[], Any], times: int) -> set[tuple[int, ...]]:
+    """Call `times` times; what the calls did, as (scored, added, exponentials, scratch bytes)."""
+    found, before = set(), tuple(compiled.work().values())
+    for _ in range(times):
+        call()
+        after = tuple(compiled.work().values())
+        found.add(tuple(b - a for a, b in zip(before, after, strict=True)))
+        before = after
+    return found
 
 
 def numbers(text: str) -> np.ndarray:

@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lkv_data import SCALE, bits, close, gen, poisoned, refused, same_bits, state_of
+from lkv_data import (
+    SCALE,
+    bits,
+    close,
+    gen,
+    poisoned,
+    refused,
+    same_bits,
+    state_of,
+    steps_done,
+)  # fmt: skip
 
 from memra_lowlevel.errors import KvShapeError, KvStateError
 from memra_lowlevel.layer_kv import (
@@ -400,8 +410,14 @@ def test_long_walk_at_constant_memory(capsys):
     base, _ = tracemalloc.get_traced_memory()
     run(1000, 1000)
     tracemalloc.stop()
-    run(n - 3000, 2000)
+    position = iter(range(2000, n - 1000))
+    work = steps_done(lambda: run(1, next(position)), n - 3000)
+    # 4 sinks and 16 rows of the ring, each scored and added once, however long the walk
+    assert work == {(20, 20, 20, 4 * (2 * hd + 2 * hd + 20))}
+    before = compiled.work()
     last = min(run(200, n - 1000 + 200 * i) for i in range(5))
+    after = compiled.work()
+    assert [after[w] - before[w] for w in after] == [1000 * count for count in next(iter(work))]
     assert c.seq_len == c.bounded.seen == n
     assert c.bounded_state_bytes() == c.memory_bytes() == 2 * window * hd * 4 + 8
     assert [id(x) for x in (c.bounded.ring_k, c.bounded.ring_v, c.bounded.undo_k)] == arrays

@@ -9,7 +9,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lkv_data import SCALE, close, fill, gen, mk, poisoned, refused, same_bits, softmax64, state_of
+from lkv_data import (
+    SCALE,
+    close,
+    fill,
+    gen,
+    mk,
+    poisoned,
+    refused,
+    same_bits,
+    softmax64,
+    state_of,
+    steps_done,
+)  # fmt: skip
 
 from memra_lowlevel.errors import KvShapeError, KvStateError
 from memra_lowlevel.layer_kv import KvMode, LayerKvCache, NystromState, O1Rect, compiled
@@ -539,7 +551,15 @@ def test_long_walk_at_constant_work(capsys):
         return time.perf_counter() - begin, out
 
     first = min(run(100 + 200 * i, 200)[0] for i in range(5))
-    run(1100, n - 2100)
+    position = iter(range(1100, n - 1000))
+    work = steps_done(lambda: run(next(position), 1), n - 2100)
+    # 4 sinks, the 16 rows before the step, its own; 8 landmarks of the far field, 8 that absorb
+    near, m = 4 + 16, 8
+    scratch = 4 * (d + d + m + near + 2 * m)
+    for scored, added, exponentials, bytes_ in work:
+        assert (scored, added, bytes_) == (near + 1 + 2 * m, near + 2 * m, scratch)
+        # one more where a landmark's maximum grows
+        assert near + 3 * m <= exponentials <= near + 4 * m
     last = min(run(n - 1000 + 200 * i, 200)[0] for i in range(5))
     out = run(n, 1)[1]
     assert c.seq_len == n + 1
