@@ -15,7 +15,7 @@ from pathlib import Path
 PACKAGE = "memra_lowlevel"
 ROOT = Path(__file__).resolve().parent.parent / PACKAGE
 
-STACK = ["driver", "compile", "runtime", "graph", "kernels", "cache", "speculative"]
+STACK = ["driver", "expect", "compile", "runtime", "graph", "kernels", "cache", "speculative"]
 BOTTOM = {"closing", "errors", "paths", "formats", "reference", "native"}
 ANYTHING = {"cli", "debug", "demo", "bench", "examples", "__init__"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .. import expect
 from ..errors import PlaneError
 from ..formats import BLOCK, Format
 from ..kernels import kv_attend
@@ -33,6 +34,14 @@ class KvGeometry:
         k_format: Format | None,
         v_format: Format | None,
     ):
+        for what, fmt in (("k_format", k_format), ("v_format", v_format)):
+            if fmt is not None:
+                expect.kind(
+                    f"KvLayer: {what}", fmt, Format, "a Format", "see memra_lowlevel.formats"
+                )
+        n_kv_heads = expect.integer("KvLayer: n_kv_heads", n_kv_heads, high=MAX_ROWS)
+        head_dim = expect.integer("KvLayer: head_dim", head_dim, high=MAX_ROWS)
+        head_dim_v = expect.integer("KvLayer: head_dim_v", head_dim_v, high=MAX_ROWS)
         selected = policy.kv_cache_formats()
         self.k_format, self.v_format = k_format or selected[0], v_format or selected[1]
         self.n_kv_heads, self.head_dim, self.head_dim_v = n_kv_heads, head_dim, head_dim_v
@@ -44,6 +53,11 @@ class KvGeometry:
         ------
         PlaneError, FormatUnsupported
         """
+        expect.integer("KvLayer: max_ctx", max_ctx, high=None)
+        if window is not None:
+            expect.integer("KvLayer: window", window, high=None)
+        if ring is not None:
+            expect.kind("KvLayer: ring", ring, KvRing, "a KvRing")
         for what, value in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
             if value < BLOCK or value % BLOCK:
                 raise PlaneError(
@@ -55,8 +69,10 @@ class KvGeometry:
                 f"KvLayer: {self.n_kv_heads} kv heads and {max_ctx} rows; at least one of each, "
                 f"and at most {MAX_ROWS} rows"
             )
-        if window is not None and window < 1:
-            raise PlaneError(f"KvLayer: window {window} must be at least 1, or None for all rows")
+        if window is not None and not 1 <= window <= MAX_ROWS:
+            raise PlaneError(
+                f"KvLayer: window {window} must lie in 1..{MAX_ROWS}, or be None for all rows"
+            )
         if ring is not None and ring.window != window:
             raise PlaneError(
                 f"KvLayer: the ring keeps rows for a window of {ring.window}, but the layer "

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import expect
 from ..closing import Closing
 from ..errors import (
     ArgumentError,
@@ -18,12 +19,15 @@ from ..errors import (
 from ..formats import Format
 from ..graph.capture import capture_of
 from ..kernels import kv_append, kv_attend, kv_move
+from ..runtime.device import Device
+from ..runtime.memory import Buffer
+from ..runtime.stream import expect_stream
 from .geometry import MAX_ROWS, TAIL_PAD_BYTES, KvGeometry
 from .planes import Lengths, Workspace
 from .ring import KvRing
 
 if TYPE_CHECKING:
-    from ..runtime import Arena, Buffer, Device, Stream
+    from ..runtime import Arena, Stream
 
 __all__ = ["KvLayer"]
 
@@ -144,6 +148,7 @@ class KvLayer(Closing):
         PlaneError
             A size that no plane can have.
         """
+        expect.kind("KvLayer.allocate: device", device, Device, "a Device")
         v_dim = head_dim if head_dim_v is None else head_dim_v
         geometry = KvGeometry(n_kv_heads, head_dim, v_dim, k_format, v_format)
         geometry.check(device, max_ctx, window, ring)
@@ -189,6 +194,8 @@ class KvLayer(Closing):
         """
         if self.ring is not None:
             return self.ring.physical_range(start, end)
+        start = expect.integer(f"{self.name}: start", start, high=None)
+        end = expect.integer(f"{self.name}: end", end, high=None)
         if not 0 <= start <= end <= self.max_ctx:
             raise PlaneError(
                 f"{self.name}: rows [{start}, {end}) do not lie within [0, {self.max_ctx})"
@@ -212,6 +219,7 @@ class KvLayer(Closing):
         RingLapped
             A ring has no room without a rebase: ``prepare_kv_append`` first.
         """
+        expect_stream(f"{self.name}.append: stream", stream)
         n = self._rows_of("k", k, self.kv_dim_k)
         if self._rows_of("v", v, self.kv_dim_v) != n:
             raise ArgumentError(
@@ -261,7 +269,8 @@ class KvLayer(Closing):
         scale : float, optional
             Default ``head_dim ** -0.5``.
         window : int, optional
-            Rows a query sees; default the layer's own.
+            Rows a query sees, itself included; default the layer's own, 0 for all. On a ring at
+            most the ring's window.
         sinks : Buffer, optional
             f32 ``[n_heads]``, one learned logit per head.
         softcap : float, optional
@@ -271,9 +280,19 @@ class KvLayer(Closing):
         counted : bool
             The length already includes the n rows (append, advance, attend).
         numeric : str
-            Numeric class of the kernel.
+            Numeric class of the kernel; ``"exact"`` is the only one.
+
+        Raises
+        ------
+        ArgumentError
+            A buffer of another shape, dtype or device.
+        FormatUnsupported
+            No kernel for this number of query heads per kv head, or this numeric class.
+        PlaneError
+            A window wider than the one that the ring keeps rows for.
         """
-        window = self.window if window is None else window
+        expect_stream(f"{self.name}.attend: stream", stream)
+        window = self.window if window is None else self._window(window)
         kv_attend.attend(
             stream, q, self.k, self.v, out,
             len_d=self.len_d, k_format=self.k_format, v_format=self.v_format, rows=self.rows,
@@ -316,6 +335,7 @@ class KvLayer(Closing):
 
     def check_len(self, n: int) -> None:
         """Refuse a length that :meth:`set_len` would refuse."""
+        n = expect.integer(f"{self.name}: length", n, high=None)
         if n < 0 or n > min(self.max_ctx, MAX_ROWS):
             raise CapacityExceeded(f"{self.name}: length {n} does not lie in 0..{self.max_ctx}")
         if self.ring is not None and n < self.len and not self.ring.can_rewind_to(n):
@@ -329,12 +349,13 @@ class KvLayer(Closing):
 
     def can_rewind_to(self, n: int) -> bool:
         """Whether :meth:`set_len` to a shorter length is possible."""
+        n = expect.integer(f"{self.name}: length", n, high=None)
         return 0 <= n <= self.len and (self.ring is None or self.ring.can_rewind_to(n))
 
     # -- room -------------------------------------------------------------------------------------
     def check_headroom(self, n: int) -> None:
         """Refuse unless ``n`` more rows fit as the plane stands, without a rebase."""
-        length = self.len
+        length, n = self.len, expect.integer(f"{self.name}: rows", n, high=None)
         if n < 0 or length + n > self.max_ctx:
             raise CapacityExceeded(
                 f"{self.name}: {n} rows behind {length} do not fit in {self.max_ctx}; nothing was "
@@ -444,7 +465,18 @@ class KvLayer(Closing):
             self._workspace.close()
 
     # -- inside -----------------------------------------------------------------------------------
+    def _window(self, window: int) -> int:
+        window = expect.integer(f"{self.name}.attend: window", window, low=0, high=MAX_ROWS)
+        if self.ring is not None and not 1 <= window <= self.ring.window:
+            raise PlaneError(
+                f"{self.name}.attend: the ring keeps rows for a window of {self.ring.window}; "
+                f"{window or 'all'} rows would be as many as its last rebase left. Allocate the "
+                "layer with the widest window that is asked for"
+            )
+        return window
+
     def _workspace_bytes(self, q: Buffer, window: int | None) -> int:
+        expect.kind(f"{self.name}.attend: q", q, Buffer, "a Buffer")
         n_rows, n_heads = (*q.shape, 1)[:2]
         return kv_attend.workspace_bytes(
             self.device, n_rows, n_heads, self.head_dim_v, self.rows, window=window,
@@ -469,6 +501,7 @@ class KvLayer(Closing):
             )
 
     def _rows_of(self, name: str, rows: Buffer, width: int) -> int:
+        expect.kind(f"{self.name}.append: {name}", rows, Buffer, "a Buffer")
         if rows.dtype != np.float32 or len(rows.shape) != 2 or rows.shape[1] != width:
             raise ArgumentError(
                 f"{self.name}.append: {name} must be f32 [n, {width}], got {rows.dtype} "

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from .. import expect
 from ..closing import Closing
 from ..errors import CapacityExceeded, CaptureForbidden
 from ..graph.counters import DeviceCounter
@@ -143,6 +144,7 @@ class Lengths:
 
         One launch, or two where the amounts differ; captured, at every launch of the graph.
         """
+        n = expect.integer(f"{self.name}: n", n)
         if n < 0:
             raise CapacityExceeded(f"{self.name}: cannot advance by {n}; set the length instead")
         if self.slots is None:

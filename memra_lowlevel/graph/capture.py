@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from .. import expect
 from ..driver.table import CaptureMode, CaptureStatus
 from ..driver.trace import caller
 from ..errors import (
@@ -19,11 +20,11 @@ from ..errors import (
 )
 from ..runtime import lifetime
 from ..runtime.recording import Recording
+from ..runtime.stream import Stream, expect_stream
 from .effects import Effect
 from .graph import Graph
 
 if TYPE_CHECKING:
-    from ..runtime.stream import Stream
     from .counters import DeviceCounter
     from .executable import GraphExec
 
@@ -47,8 +48,13 @@ class Capture(Recording):
     """
 
     def __init__(self, stream: Stream, name: str, mode: CaptureMode) -> None:
-        self._args = (stream, name, CaptureMode(mode))
-        self.ended = False
+        if not isinstance(mode, CaptureMode):
+            raise expect.refusal("capture: mode", mode, "a CaptureMode")
+        if not isinstance(name, str):
+            raise expect.refusal("capture: name", name, "a str")
+        self._args = (stream, name, mode)
+        # Nothing is to be ended before it has begun.
+        self.ended = True
         self.effects: dict[int, Effect] = {}
         self.checks: list[Callable[[GraphExec], None]] = []
 
@@ -183,5 +189,7 @@ class Capture(Recording):
 
 def capture_of(stream: Stream) -> Capture | None:
     """Give the capture that ``stream`` takes part in, if any."""
+    if type(stream) is not Stream:
+        expect_stream("stream", stream)
     recording: Any = stream.recording
     return recording if isinstance(recording, Capture) else None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import expect
 from ..closing import Closing
 from ..compile import compile_file, cuda_src_root
 from ..errors import ArgumentError, CapacityExceeded, CounterUnknown, MemraError
@@ -21,6 +22,7 @@ from ..runtime.lifetime import capturing
 from ..runtime.memory import Buffer, PinnedBuffer
 from ..runtime.recording import forbid
 from ..runtime.storage import note_use
+from ..runtime.stream import expect_stream
 from .capture import capture_of
 from .effects import Effect, new_mirror
 
@@ -66,11 +68,10 @@ class DeviceCounter(Closing):
         stream: Stream | None = None,
     ) -> None:
         self.serial, self.name = next(_serial), name
-        if capacity is not None and not 0 <= capacity <= _I32_MAX:
-            raise ArgumentError(
-                f"counter {name!r}: capacity {capacity} is no i32.",
-                name=name, expected=f"0 … {_I32_MAX}", got=str(capacity),
-            )  # fmt: skip
+        if not isinstance(name, str):
+            raise expect.refusal("counter: name", name, "a str")
+        if capacity is not None:
+            capacity = expect.integer(f"counter {name!r}: capacity", capacity, 0, _I32_MAX)
         self._owns = isinstance(place, Device)
         if isinstance(place, Device):
             if stream is None:
@@ -79,6 +80,7 @@ class DeviceCounter(Closing):
                     name=name, expected="a stream", got="None",
                 )  # fmt: skip
             place = place.zeros(1, np.int32, stream, name=name)
+        expect.kind(f"counter {name!r}: place", place, Buffer, "a Device or an i32 Buffer")
         if place.dtype != np.int32 or place.size < 1:
             raise ArgumentError(
                 f"counter {name!r}: it needs an i32 view, not {place!r}.",
@@ -129,6 +131,7 @@ class DeviceCounter(Closing):
     def set(self, stream: Stream, value: int) -> None:
         """Write ``value`` on ``stream``; under capture, record that each launch writes it."""
         top = self.capacity if self.capacity is not None else _I32_MAX
+        value = expect.integer(f"counter {self.name!r}: value", value, high=None)
         if not 0 <= value <= top:
             raise CapacityExceeded(
                 f"counter {self.name!r}: {value} does not lie in 0 … {top}. Nothing was written."
@@ -142,6 +145,7 @@ class DeviceCounter(Closing):
 
     def advance(self, stream: Stream, n: int = 1) -> None:
         """Add ``n`` on the device, and to the mirror; under capture, for each launch."""
+        n = expect.integer(f"counter {self.name!r}: n", n, -_I32_MAX - 1, _I32_MAX)
         self.note_need(stream, max(0, n))
         kernel = counter_kernel(self.buffer.device, "add_counters")
         if n < 0:
@@ -278,7 +282,10 @@ def _differ(wrong: list[str]) -> MemraError:
 def _read(
     stream: Stream, counters: Iterable[DeviceCounter]
 ) -> list[tuple[DeviceCounter, list[int]]]:
-    counters = list(counters)
+    if not isinstance(counters, Iterable):
+        raise expect.refusal("counters", counters, "a list of DeviceCounter")
+    counters = [expect.kind("counters", c, DeviceCounter, "DeviceCounter") for c in counters]
+    expect_stream("counters: stream", stream)
     forbid("cuStreamSynchronize", stream=stream, what="reading counters back")
     if not counters:
         return []

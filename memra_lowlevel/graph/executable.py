@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .. import native
+from .. import expect, native
 from ..driver.table import KernelNodeParams, MemcpyNodeParams
 from ..driver.trace import caller
-from ..errors import ArgumentError, CaptureForbidden, DriverError, UpdateRefused
+from ..errors import ArgumentError, CaptureForbidden, ClosedError, DriverError, UpdateRefused
 from ..runtime.launch import driver_error
 from ..runtime.lifetime import Owned
 from ..runtime.recording import Keeps, forbid
 from ..runtime.storage import Storage
+from ..runtime.stream import expect_stream
 from .capture import Capture, capture_of
 from .graph import Graph, Node
 from .update import FIELDS, NodeParams, new_copy, new_kernel, new_memset, read_params, refused
@@ -123,6 +124,7 @@ class GraphExec(Owned):
         node = self._node(which)
         found = self._params.get(node.index)
         if found is None:
+            self._check_graph("parameters")
             found = read_params(self.graph, node)
         return found
 
@@ -146,6 +148,7 @@ class GraphExec(Owned):
             With the node, the field and the reason; nothing is changed.
         """
         self._check_open()
+        self._check_graph("update")
         node = self._node(which)
         allowed = FIELDS.get(node.kind, ())
         for name in fields:
@@ -176,6 +179,7 @@ class GraphExec(Owned):
             With the driver's reason and the node it names; the executable is as before.
         """
         self._check_open()
+        expect.kind(f"{self.name}: update_graph", graph, Graph, "a Graph")
         if graph.context is not self.context:
             raise UpdateRefused(
                 f"{self.name}: graph {graph.name!r} is on {graph.context}, the executable on "
@@ -213,9 +217,19 @@ class GraphExec(Owned):
         return self._nodes
 
     # -- below ------------------------------------------------------------------------------------
+    def _check_graph(self, action: str) -> None:
+        if self.graph.closed:
+            # The driver names nodes by those of the source; without it the handles lead nowhere.
+            raise ClosedError(
+                f'{action} of executable "{self.name}": the graph it was made from is closed '
+                f"(from {caller()}). Keep that graph open for as long as nodes are read or changed."
+            )
+
     def _node(self, which: Node | int | str) -> Node:
         if isinstance(which, Node) and which in self._nodes:
             return which
+        if not isinstance(which, int | str) or isinstance(which, bool):
+            raise expect.refusal(f"{self.name}: node", which, "a Node, its index or its name")
         for node in self._nodes:
             if which in (node.index, node.name) or (
                 f"{which}#0" == node.name and f"{which}#1" not in {n.name for n in self._nodes}
@@ -225,7 +239,7 @@ class GraphExec(Owned):
 
     def _check_stream(self, stream: Stream) -> None:
         self._check_open()
-        stream._check_open()
+        expect_stream(f"graph executable {self.name!r}: stream", stream)._check_open()
         if stream.context is not self.context:
             raise ArgumentError(
                 f"graph executable {self.name!r} is on {self.context}, stream {stream.name!r} on "

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from .. import expect
 from ..closing import Closing
 from ..driver.table import KernelNodeParams, MemcpyNodeParams, MemsetNodeParams, NodeType
 from ..driver.trace import caller
 from ..errors import ArgumentError, CaptureError, CaptureForbidden, ClosedError
 from ..runtime.config import ConfigLike
+from ..runtime.device import Device
 from ..runtime.launch import Launcher
 from ..runtime.lifetime import Owned
 from ..runtime.memory import Buffer, PinnedBuffer
 from ..runtime.recording import Keeps
+from ..runtime.storage import MemoryView
 
 if TYPE_CHECKING:
     from ..compile import Kernel
     from ..runtime.context import Context
-    from ..runtime.device import Device
     from .audit import Finding, Report
     from .capture import Capture
     from .effects import Effect
@@ -93,7 +96,8 @@ class Graph(Closing):
     """
 
     def __init__(self, device: Device, name: str = "graph", *, _recording: Any = None) -> None:
-        self.name, self.context = name, device.context
+        self.context = expect.kind("Graph", device, Device, "a Device").context
+        self.name = expect.kind("Graph: name", name, str, "a str")
         self.where = caller(2)
         self.keeps = Keeps()
         self.effects: dict[int, Effect] = {}
@@ -148,6 +152,8 @@ class Graph(Closing):
     def node(self, which: Node | int | str) -> Node:
         """Find a node by index or name."""
         nodes = self.nodes()
+        if not isinstance(which, Node | int | str) or isinstance(which, bool):
+            raise expect.refusal(f"{self.name}: node", which, "a Node, its index or its name")
         if isinstance(which, Node):
             if which.index < len(nodes) and nodes[which.index].handle == which.handle:
                 return which
@@ -220,6 +226,7 @@ class Graph(Closing):
 
     def child(self, graph: Graph, *, after: Sequence[Node] = ()) -> Node:
         """Add a copy of another graph as one node; its operands are kept alive here too."""
+        expect.kind(f"{self.name}: child", graph, Graph, "a Graph")
         handle = self.context.driver.cuGraphAddChildGraphNode(
             self.handle, self._deps(after), graph.handle
         )
@@ -250,6 +257,7 @@ class Graph(Closing):
         """List scalars and pointers that two captures of the same work froze differently."""
         from .audit import differences
 
+        expect.kind(f"{self.name}: audit_against", other, Graph, "a Graph")
         return differences(self, other)
 
     def dot(self) -> str:
@@ -258,9 +266,11 @@ class Graph(Closing):
 
         return dot(self)
 
-    def debug_dot(self, path: str, flags: int = 0) -> None:
+    def debug_dot(self, path: str | os.PathLike[str], flags: int = 0) -> None:
         """Let the driver write its own DOT file."""
-        self.context.driver.cuGraphDebugDotPrint(self.handle, path, flags)
+        if not isinstance(path, str | os.PathLike):
+            raise expect.refusal(f"{self.name}: debug_dot", path, "a path")
+        self.context.driver.cuGraphDebugDotPrint(self.handle, os.fspath(path), flags)
 
     def close(self) -> None:
         """Give the graph back; executables made from it stay usable."""
@@ -295,6 +305,8 @@ class Graph(Closing):
             self.context.driver.cuGraphDestroy(handle)
 
     def _deps(self, after: Sequence[Node]) -> list[int]:
+        if not isinstance(after, tuple | list):
+            raise expect.refusal(f"{self.name}: after", after, "a list of nodes")
         self.context.ensure()
         return [self.node(n).handle for n in after]
 
@@ -333,6 +345,7 @@ def copy_params(
 ) -> MemcpyNodeParams:
     """Check and make the parameters of a copy node."""
     for memory in (dst, src):
+        expect.kind("copy node", memory, MemoryView, "a Buffer or a PinnedBuffer")
         memory._check_open()
         foreign = memory.storage.context is not context
         if foreign and not (
@@ -357,7 +370,8 @@ def copy_params(
 
 def memset_params(context: Context, dst: Buffer, value: int) -> MemsetNodeParams:
     """Check and make the parameters of a memset node."""
-    dst._check_open()
+    expect.kind("memset node", dst, Buffer, "a Buffer")._check_open()
+    value = expect.integer("memset node: value", value, high=None)
     width = dst.dtype.itemsize
     if dst.storage.context is not context or width not in (1, 2, 4) or not dst.n_bytes:
         raise ArgumentError(

@@ -39,7 +39,10 @@ def new_kernel(
         raise refused(node, "args", "its kernel was not launched through this library")
     launcher = Launcher.of(exec_.context, kernel)
     values = list(old.params)
-    for which, value in dict(fields.get("args", {})).items():
+    args = fields.get("args", {})
+    if not isinstance(args, Mapping):
+        raise refused(node, "args", f"a mapping of parameters to values is needed, not {args!r}")
+    for which, value in args.items():
         try:
             index = launcher.encoder.index(which)
             values[index], storages = launcher.encoder.pack_one(index, value, exec_.context)

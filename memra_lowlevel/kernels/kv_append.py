@@ -9,6 +9,7 @@ import numpy as np
 from ..errors import ArgumentError, CapacityExceeded
 from ..formats import BLOCK, Format
 from ..runtime.launch import LaunchConfig, launch
+from ..runtime.stream import expect_stream
 from . import registry
 from .registry import KernelSpec, Tolerance
 
@@ -96,6 +97,7 @@ def append(
     ArgumentError
         A shape does not fit; nothing was launched.
     """
+    expect_stream("append: stream", stream)
     kernel = _kernel(stream.device, k_format, v_format)
     n, width_k, width_v = _widths(k, v)
     if table is None:

@@ -8,18 +8,24 @@ only, so that a captured launch serves every length.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from .. import expect
 from ..errors import ArgumentError, FormatUnsupported
 from ..formats import FORMATS, Format
 from ..runtime.launch import LaunchConfig, launch
+from ..runtime.memory import Buffer
+from ..runtime.stream import expect_stream
 from . import registry
 from .registry import KernelSpec, Tolerance
 
 if TYPE_CHECKING:
     from ..compile import Kernel
-    from ..runtime import Buffer, Device, Stream
+    from ..runtime import Device, Stream
 
 __all__ = [
     "HEAD_DIMS",
@@ -150,6 +156,10 @@ def attend(
         A shape does not fit. Nothing was launched in either case.
     """
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    _check_kinds(stream, q=q, out=out, workspace=workspace, sinks=sinks, lse=lse, table=table)
+    window = _window(window)
+    scale = _scalar("scale", head_dim**-0.5 if scale is None else scale)
+    softcap = 0.0 if softcap is None else _scalar("softcap", softcap, positive=True)
     if len(q.shape) != 3 or q.shape[2] != head_dim or q.shape[1] % n_kv_heads or q.ptr % 16:
         raise _refused("q", f"f32 [n, multiple of {n_kv_heads}, {head_dim}]", str(q.shape))
     n_rows, n_heads = q.shape[0], q.shape[1]
@@ -159,7 +169,6 @@ def attend(
     check_supported(
         stream.device, k_format, v_format, head_dim, head_dim_v, group=group, numeric=numeric
     )
-    window = window or 0
     plan = _plan(
         n_rows, n_kv_heads, group, head_dim, head_dim_v, rows, window, base_d is not None,
         table is not None, stream.device.limits.n_sms, stream.device.kind,
@@ -194,7 +203,7 @@ def attend(
     launch(
         stream, plan.partial, partial,
         q, k_plane, v_plane, n_rows, n_kv_heads, group, rows, window, behind,
-        head_dim**-0.5 if scale is None else scale, softcap or 0.0, len_d, base_d, table,
+        scale, softcap, len_d, base_d, table,
         workspace, plan.n_slots,
     )  # fmt: skip
     launch(
@@ -273,7 +282,8 @@ def workspace_bytes(
     ring : bool
         The plane has a ``base_d``.
     """
-    return n_rows * n_heads * n_slots(rows, n_rows, window or 0, ring) * (head_dim_v + 2) * 4
+    slots = n_slots(rows, n_rows, _window(window), ring)
+    return n_rows * n_heads * slots * (head_dim_v + 2) * 4
 
 
 def chunk_of(key: int) -> int:
@@ -378,6 +388,28 @@ def _kernels(
         )
         found = device.memo[key] = (partial, combine)
     return found
+
+
+def _check_kinds(stream: Stream, **buffers: Buffer | None) -> None:
+    expect_stream("attend: stream", stream)
+    for name, buffer in buffers.items():
+        if buffer is not None or name in ("q", "out", "workspace"):
+            expect.kind(f"attend: {name}", buffer, Buffer, "a Buffer")
+
+
+def _window(window: int | None) -> int:
+    """Give the window as the kernels have it: 0 for all keys."""
+    return 0 if window is None else expect.integer("attend: window", window, 0, 2**31 - 1)
+
+
+def _scalar(name: str, value: float, *, positive: bool = False) -> float:
+    """Give a number that cannot turn every score into NaN."""
+    expected = "a finite number" + (" above 0" if positive else "")
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise expect.refusal(f"attend: {name}", value, expected)
+    if not math.isfinite(value) or (positive and value <= 0):
+        raise expect.refusal(f"attend: {name}", value, expected)
+    return float(value)
 
 
 def _refused(name: str, expected: str, got: str) -> ArgumentError:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import numpy as np
 import numpy.typing as npt
 
+from .. import expect
 from ..closing import Closing
 from ..driver.trace import caller
 from ..errors import ArgumentError, ClosedError, OutOfMemory
@@ -43,6 +43,7 @@ class Arena(Closing):
     """
 
     def __init__(self, context: Context, n_bytes: int, *, name: str) -> None:
+        n_bytes = expect.integer(f"arena {name!r}: n_bytes", n_bytes, high=None)
         forbid("cuMemAlloc", what=f"{n_bytes} bytes for arena {name!r}")
         if n_bytes <= 0:
             raise ArgumentError(
@@ -113,12 +114,14 @@ class Arena(Closing):
         """
         if not self._storage.open:
             raise ClosedError(f"arena {self.name!r} is closed: used at {caller()}.")
+        align = expect.integer(f"arena {self.name!r}: align", align)
         if align <= 0 or align & (align - 1):
             raise ArgumentError(
                 f"arena {self.name!r}: alignment {align} is no power of two.",
                 name=self.name, expected="a power of two", got=str(align),
             )  # fmt: skip
-        dims, kind = normal_shape(shape), np.dtype(dtype)
+        dims, kind = normal_shape(shape), expect.dtype(f"arena {self.name!r}", dtype)
+        expect.name(f"arena {self.name!r}", name)
         n_bytes = math.prod(dims) * kind.itemsize
         base = self._storage.ptr
         start = -(-(base + self.used_bytes) // align) * align - base

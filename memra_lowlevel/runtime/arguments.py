@@ -124,7 +124,7 @@ class Encoder:
 
     def index(self, which: int | str) -> int:
         """Position of a parameter given by position or name."""
-        found = self._index.get(which)
+        found = self._index.get(which) if isinstance(which, int | str) else None
         if found is not None:
             return found
         names = ", ".join(p.name for p in self.params)
@@ -231,7 +231,12 @@ def _pointer(kernel: str, index: int, p: Param) -> tuple[str, Convert]:
                 why = f"the launch is on {context}"
                 raise _refuse(kernel, index, p, got, why, f"a buffer of {context}")
         dtype = arg.dtype
-        if dtype is not usual and usual is not None and dtype.name not in accepted:
+        # By object where NumPy has one; a dtype of the other byte order bears the same name.
+        if (
+            dtype is not usual
+            and usual is not None
+            and (dtype.name not in accepted or not dtype.isnative)
+        ):
             raise _refuse(kernel, index, p, f"a buffer of {dtype}", "", expected)
         storages.append(storage)
         return arg.ptr

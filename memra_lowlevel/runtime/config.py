@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .. import expect
 from ..driver.table import FuncAttribute
 from ..driver.trace import caller
 from ..errors import ArgumentError, LaunchLimit
@@ -20,6 +21,7 @@ __all__ = ["ConfigLike", "LaunchConfig", "check_limits", "config_of", "dim3", "o
 Dim3 = tuple[int, int, int]
 Extent = int | Sequence[int]
 _PORTABLE_CLUSTER = 8
+_FIELDS = {"grid", "block", "shared_bytes", "cluster", "programmatic", "cooperative"}
 
 
 @dataclass(frozen=True, eq=True)
@@ -53,6 +55,7 @@ class LaunchConfig:
         put = object.__setattr__
         put(self, "grid", dim3("grid", self.grid))
         put(self, "block", dim3("block", self.block))
+        put(self, "shared_bytes", expect.integer("shared_bytes", self.shared_bytes, high=None))
         if self.cluster is not None:
             put(self, "cluster", dim3("cluster", self.cluster))
         key = (self.grid, self.block, self.shared_bytes, self.cluster, self.programmatic)
@@ -147,16 +150,24 @@ def _limit(kernel: Kernel, what: str, limit: int, got: int, expected: str) -> La
 
 def config_of(config: ConfigLike) -> LaunchConfig:
     """Give a configuration itself, or one made of a mapping of its fields."""
-    return config if isinstance(config, LaunchConfig) else LaunchConfig(**config)
+    if isinstance(config, LaunchConfig):
+        return config
+    fields = dict(config) if isinstance(config, Mapping) else None
+    if fields is None or not {"grid", "block"} <= fields.keys() <= _FIELDS:
+        raise expect.refusal(
+            "launch configuration", fields or config, "a LaunchConfig, or a mapping with grid, "
+            "block and perhaps shared_bytes, cluster, programmatic, cooperative",
+        )  # fmt: skip
+    return LaunchConfig(**fields)
 
 
 def dim3(what: str, value: Extent) -> Dim3:
     """Give one to three extents as three; missing ones are 1."""
-    dims = (value,) if isinstance(value, int) else tuple(value)
+    dims = value if isinstance(value, tuple | list) else (value,)
     if not 1 <= len(dims) <= 3:
         raise ArgumentError(
             f"{what} = {value!r}: give one to three extents.", name=what,
             expected="1 to 3 ints", got=repr(value),
         )  # fmt: skip
-    x, y, z = (*(int(d) for d in dims), 1, 1)[:3]
+    x, y, z = (*(expect.integer(f"{what} = {value!r}", d, high=None) for d in dims), 1, 1)[:3]
     return x, y, z

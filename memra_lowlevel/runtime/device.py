@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import driver as drivers
+from .. import expect
 from ..closing import Closing
 from ..errors import ArgumentError, ClosedError, DriverNotFound
 from . import lifetime, pool
@@ -56,10 +57,10 @@ class Device(Closing):
                 f"Device({spec!r}): there are {n_devices} {driver.kind} devices, numbered from 0.",
                 name="spec", expected=f"0 … {n_devices - 1}", got=str(ordinal),
             )  # fmt: skip
-        if trace not in ("plans", "lines"):
+        if not isinstance(trace, str) or trace not in ("plans", "lines"):
             raise ArgumentError(
                 f"Device(trace={trace!r}): use 'plans' or 'lines'.",
-                name="trace", expected="plans | lines", got=trace,
+                name="trace", expected="plans | lines", got=str(trace),
             )  # fmt: skip
         self.context = acquire(driver, ordinal)
         self._owns, self._closed = True, False
@@ -146,8 +147,9 @@ class Device(Closing):
                     name="foreign", expected="0", got=str(version),
                 )  # fmt: skip
         else:
-            handle = int(foreign)
-        return Stream(self.context, name=name, foreign=int(handle), owner=foreign)
+            handle = foreign
+        handle = expect.integer("stream_of", handle, 1, 2**64 - 1)
+        return Stream(self.context, name=name, foreign=handle, owner=foreign)
 
     def event(self, timing: bool = False, name: str | None = None) -> Event:
         """Make an event; with ``timing`` for :meth:`Event.elapsed_ms`, outside graphs only."""
@@ -170,9 +172,9 @@ class Device(Closing):
         OutOfMemory
         """
         self._check_open()
-        dims = normal_shape(shape)
-        n_bytes = math.prod(dims) * np.dtype(dtype).itemsize
-        return pool.allocate(self.context, n_bytes, stream, dims, dtype, name)
+        dims, kind = normal_shape(shape), expect.dtype(f"allocation of {name!r}", dtype)
+        n_bytes = math.prod(dims) * kind.itemsize
+        return pool.allocate(self.context, n_bytes, stream, dims, kind, name)
 
     def zeros(
         self, shape: Shape, dtype: npt.DTypeLike, stream: Stream, name: str = "buffer"
@@ -186,6 +188,7 @@ class Device(Closing):
         self, array: np.ndarray[Any, Any], stream: Stream, name: str = "buffer"
     ) -> Buffer:
         """Copy ``array`` to the device; the array may be changed at once afterwards."""
+        expect.kind("from_numpy", array, np.ndarray, "a NumPy array", "use np.asarray")
         buffer = self.empty(array.shape, array.dtype, stream, name)
         buffer.copy_from(stream, array)
         return buffer
@@ -193,11 +196,13 @@ class Device(Closing):
     def pinned(self, shape: Shape, dtype: npt.DTypeLike, name: str = "pinned") -> PinnedBuffer:
         """Allocate page-locked host memory for asynchronous and captured copies."""
         self._check_open()
+        expect.name("pinned", name)
         return pool.pinned(self.context, shape, dtype, name)
 
     def arena(self, n_bytes: int, name: str = "arena") -> Arena:
         """Make a block of device memory with fixed addresses for captured work."""
         self._check_open()
+        expect.name("arena", name)
         return Arena(self.context, n_bytes, name=name)
 
     def wrap(self, foreign: Any, stream: Stream, name: str = "foreign") -> Buffer:
@@ -213,9 +218,11 @@ class Device(Closing):
 
     def module(self, image: CompiledImage) -> Module:
         """Load compiled code; refused while this thread is capturing."""
+        from ..compile import CompiledImage
         from .module import LoadedModule
 
         self._check_open()
+        expect.kind("module", image, CompiledImage, "a CompiledImage", "use compile_source")
         return LoadedModule(self.context, image)
 
     # -- as a whole -------------------------------------------------------------------------------
@@ -277,11 +284,14 @@ def _parse(spec: str | Device | None) -> tuple[Literal["cuda", "host"], int]:
         return "host", 0
     if isinstance(spec, Device):
         return spec.driver.kind, spec.ordinal
-    kind, _, number = spec.partition(":")
-    if kind not in ("cuda", "host") or not (number.isdigit() or number == ""):
+    words = spec if isinstance(spec, str) else ""
+    kind, _, number = words.partition(":")
+    if kind not in ("cuda", "host") or not (
+        (number.isascii() and number.isdigit()) or number == ""
+    ):
         raise ArgumentError(
             f"Device({spec!r}): a device is 'cuda', 'cuda:N', 'host' or 'host:N'.",
-            name="spec", expected="cuda[:N] | host[:N]", got=spec,
+            name="spec", expected="cuda[:N] | host[:N]", got=str(spec),
         )  # fmt: skip
     return ("cuda" if kind == "cuda" else "host"), int(number or 0)
 

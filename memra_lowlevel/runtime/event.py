@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .. import expect
 from ..driver.trace import caller
 from ..errors import ArgumentError, CaptureForbidden
 from .lifetime import Owned
@@ -34,6 +35,10 @@ class Event(Owned):
 
     def __init__(self, context: Context, *, timing: bool = False, name: str | None = None) -> None:
         driver = context.driver
+        expect.name("event", name)
+        timing = bool(timing) if isinstance(timing, int) else expect.kind(
+            "event: timing", timing, bool, "a bool"
+        )  # fmt: skip
         context.activate()
         handle = driver.cuEventCreate(0 if timing else _NO_TIMING)
         self.handle, self.timing = handle, timing
@@ -67,6 +72,7 @@ class Event(Owned):
 
     def elapsed_ms(self, start: Event) -> float:
         """Milliseconds from ``start`` to this event; both with ``timing`` and both done."""
+        expect.kind("elapsed_ms", start, Event, "an Event")
         for event in (start, self):
             event._check_free("cuEventElapsedTime")
             if not event.timing or not event._recorded:

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import expect
 from ..driver.trace import caller
 from ..errors import ArgumentError
 from . import dlpack
 from .memory import Buffer, PinnedBuffer
 from .recording import forbid
 from .storage import Storage
+from .stream import expect_stream
 
 if TYPE_CHECKING:
     from .context import Context
@@ -107,13 +109,14 @@ def wrap(context: Context, foreign: Any, stream: Stream, name: str) -> Buffer:
     The foreign object is kept alive until the buffer, and every graph that uses it, is closed and
     its work is done.
     """
-    stream._check_open()
+    expect_stream("wrap: stream", stream)._check_open()
+    expect.name("wrap", name)
     if stream.context is not context:
         raise ArgumentError(
             f"wrap on {context} with stream {stream.name!r} of {stream.context} (from {caller()}).",
             name=name, expected=str(context), got=str(stream.context),
         )  # fmt: skip
-    if hasattr(foreign, "__dlpack__"):
+    if hasattr(foreign, "__dlpack__") and not isinstance(foreign, type):
         return _from_dlpack(context, foreign, stream, name)
     interface = getattr(foreign, "__cuda_array_interface__", None)
     if interface is not None and context.driver.kind == "cuda":
@@ -138,9 +141,16 @@ def _from_dlpack(context: Context, foreign: Any, stream: Stream, name: str) -> B
     # The producer makes our stream wait for its work.
     handle = None if on_host else stream.handle
     try:
-        capsule = foreign.__dlpack__(stream=handle, max_version=(1, 0))
-    except TypeError:
-        capsule = foreign.__dlpack__(stream=handle)
+        try:
+            capsule = foreign.__dlpack__(stream=handle, max_version=(1, 0))
+        except TypeError:
+            capsule = foreign.__dlpack__(stream=handle)
+    except BufferError as error:
+        raise ArgumentError(
+            f"wrap: {type(foreign).__name__} does not export its memory: {error} (from "
+            f"{caller()}). Copy it with device.from_numpy.",
+            name=name, expected="memory that can be shared", got=str(error),
+        ) from error  # fmt: skip
     taken = dlpack.take(capsule)
     return _adopt(context, taken.ptr, taken.shape, taken.dtype, stream, name, taken.release)
 

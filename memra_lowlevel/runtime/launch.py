@@ -12,19 +12,19 @@ import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .. import native
+from .. import expect, native
+from ..compile import Kernel
 from ..driver.table import LaunchAttributes
 from ..driver.trace import caller
 from ..errors import ArgumentError, ClosedError
 from .arguments import Encoder
 from .config import ConfigLike, LaunchConfig, check_limits, config_of, dim3, occupancy
+from .device import Device
 from .storage import Storage
+from .stream import Stream, expect_stream
 
 if TYPE_CHECKING:
-    from ..compile import Kernel
     from .context import Context
-    from .device import Device
-    from .stream import Stream
 
 __all__ = ["LaunchConfig", "PreparedLaunch", "launch", "launch_many", "occupancy", "prepare"]
 
@@ -50,6 +50,8 @@ def launch(stream: Stream, config: ConfigLike, kernel: Kernel, *args: Any) -> No
     LaunchLimit
         If grid, block, shared memory or cluster exceed what device and kernel allow.
     """
+    if type(stream) is not Stream:
+        expect_stream("launch", stream)
     context = stream.context
     launcher = context.launchers.get(id(kernel))
     if launcher is None:
@@ -79,6 +81,8 @@ def prepare(
 
     Takes the same arguments as :func:`launch`; ``device`` may be any stream of the device.
     """
+    if not isinstance(device, Device | Stream):
+        raise expect.refusal("prepare", device, "a Device or a Stream")
     context = device.context
     launcher = Launcher.of(context, kernel)
     block, _ = launcher.encoder.pack(args, context)
@@ -208,6 +212,12 @@ def launch_many(stream: Stream, prepared: Sequence[PreparedLaunch]) -> None:
 
     All are checked before the first is launched, so a refusal launches none.
     """
+    expect_stream("launch_many", stream)
+    if not isinstance(prepared, tuple | list):
+        raise expect.refusal("launch_many", prepared, "a list of PreparedLaunch")
+    for p in prepared:
+        if not isinstance(p, PreparedLaunch):
+            raise expect.refusal("launch_many", p, "PreparedLaunch", "make one with prepare()")
     plans = [p._plan for p in prepared]
     if plans and not any(p is None for p in plans):
         ffi, lib = native.ffi, native.lib
@@ -254,6 +264,7 @@ class Launcher:
         """Give the launcher of a kernel; made once per context."""
         found = context.launchers.get(id(kernel))
         if found is None or found.kernel is not kernel:
+            expect.kind("kernel", kernel, Kernel, "a Kernel", "get one with module.kernel(name)")
             found = context.launchers[id(kernel)] = cls(context, kernel)
         return found
 
@@ -300,7 +311,7 @@ class _Site:
             gate.forget(self.cell.id)
 
     def check_stream(self, stream: Stream) -> None:
-        stream._check_open()
+        expect_stream(f"launch of {self.launcher.kernel.name}", stream)._check_open()
         if stream.context is not self.launcher.context:
             raise ArgumentError(
                 f"{self.launcher.kernel.name} was prepared for {self.launcher.context}, stream "

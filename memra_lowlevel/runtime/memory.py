@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from .. import expect
 from ..driver.trace import caller
 from ..errors import ArgumentError
 from .recording import forbid
 from .storage import MemoryView, Shape, Storage, note_use
-
-if TYPE_CHECKING:
-    from .stream import Stream
+from .stream import Stream, expect_stream
 
 __all__ = ["Buffer", "PinnedBuffer"]
 
@@ -101,6 +100,7 @@ class Buffer(MemoryView):
             forbid("cuMemcpyHtoD", stream=stream, what=f"pageable copy into {self.name!r}")
             self._upload(stream, np.ascontiguousarray(src))
             return
+        expect.kind("copy_from", src, MemoryView, "a Buffer, a PinnedBuffer or a NumPy array")
         src._check_open()
         self._same(src.shape, src.dtype, src.n_bytes, f"{src._what} {src.name!r}")
         driver, ours, theirs = stream.context.driver, self._storage, src._storage
@@ -140,6 +140,7 @@ class Buffer(MemoryView):
             forbid("cuMemcpyDtoH", stream=stream, what=f"pageable copy of {self.name!r}")
             self._download(stream, dst)
             return
+        expect.kind("copy_to", dst, MemoryView, "a Buffer, a PinnedBuffer or a NumPy array")
         dst._check_open()
         self._same(dst.shape, dst.dtype, dst.n_bytes, f"{dst._what} {dst.name!r}")
         _check_family(stream, dst)
@@ -150,10 +151,7 @@ class Buffer(MemoryView):
     def fill(self, stream: Stream, byte: int) -> None:
         """Set every byte to ``byte`` (0 … 255) on ``stream``."""
         self._ready(stream)
-        if not 0 <= byte <= 255:
-            raise ArgumentError(
-                f"fill: {byte} is no byte.", name=self.name, expected="0 … 255", got=str(byte)
-            )
+        byte = expect.integer("fill", byte, 0, 255)
         if self.n_bytes:
             stream.context.driver.cuMemsetD8Async(self.ptr, byte, self.n_bytes, stream.handle)
         note_use(stream, self._storage)
@@ -191,6 +189,8 @@ class Buffer(MemoryView):
     # -- below ------------------------------------------------------------------------------------
     def _ready(self, stream: Stream) -> None:
         self._check_open()
+        if type(stream) is not Stream:
+            expect_stream(f"{self._what} {self.name!r}: stream", stream)
         stream._check_open()
         if self._storage.context is not stream.context:
             raise ArgumentError(

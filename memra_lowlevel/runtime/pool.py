@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from .. import expect
 from ..driver.trace import caller
 from ..errors import ArgumentError, OutOfMemory
 from .memory import Buffer, PinnedBuffer
 from .recording import forbid
 from .storage import PinnedStorage, Shape, Storage, normal_shape
+from .stream import expect_stream
 
 if TYPE_CHECKING:
     from .context import Context
@@ -28,8 +30,9 @@ def allocate(
     context: Context, n_bytes: int, stream: Stream, shape: Shape, dtype: npt.DTypeLike, name: str
 ) -> Buffer:
     """Stream-ordered memory from the pool; never under capture (a graph takes from an Arena)."""
-    dims, kind = normal_shape(shape), np.dtype(dtype)
-    stream._check_open()
+    dims, kind = normal_shape(shape), expect.dtype(f"allocation of {name!r}", dtype)
+    expect.name("allocation", name)
+    expect_stream("allocation", stream)._check_open()
     if stream.context is not context:
         raise ArgumentError(
             f"allocation on {context} with stream {stream.name!r} of {stream.context}; use a "
@@ -82,8 +85,8 @@ def pinned(
     context: Context, shape: Shape, dtype: npt.DTypeLike, name: str, *, internal: bool = False
 ) -> PinnedBuffer:
     """Page-locked memory, reused from earlier buffers of the same size where possible."""
-    dims, kind = normal_shape(shape), np.dtype(dtype)
-    n_bytes = math.prod(dims) * kind.itemsize
+    dims, kind = normal_shape(shape), expect.dtype(f"pinned {name!r}", dtype)
+    n_bytes = expect.integer(f"pinned {name!r}: n_bytes", math.prod(dims) * kind.itemsize, 0)
     forbid("cuMemHostAlloc", what=f"{n_bytes} bytes for {name!r}")
     context.reap()
     context.poll()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from .. import expect
 from ..closing import Closing
 from ..driver.trace import caller
 from ..errors import ArgumentError, ClosedError
@@ -172,7 +173,8 @@ class MemoryView(Closing):
         self, offset_bytes: int, shape: Shape, dtype: npt.DTypeLike
     ) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
         self._check_open()
-        shape, kind = normal_shape(shape), np.dtype(dtype)
+        shape, kind = normal_shape(shape), expect.dtype("view", dtype)
+        offset_bytes = expect.integer("view: offset_bytes", offset_bytes)
         end = offset_bytes + math.prod(shape) * kind.itemsize
         if offset_bytes < 0 or end > self.n_bytes or (self.ptr + offset_bytes) % kind.alignment:
             raise ArgumentError(
@@ -205,8 +207,11 @@ def note_use(stream: Stream, *storages: Storage) -> None:
 
 def normal_shape(shape: Shape) -> tuple[int, ...]:
     """``shape`` as a tuple of non-negative ints."""
-    dims = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
-    dims = tuple(int(d) for d in dims)
+    if isinstance(shape, int | np.integer):
+        shape = (int(shape),)
+    elif not isinstance(shape, tuple | list):
+        raise expect.refusal("shape", shape, "an int, or a tuple of ints")
+    dims = tuple(expect.integer(f"shape {tuple(shape)}: an extent", d) for d in shape)
     if any(d < 0 for d in dims):
         raise ArgumentError(
             f"shape {dims} has a negative extent.", expected="extents >= 0", got=str(dims)

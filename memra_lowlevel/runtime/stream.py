@@ -6,7 +6,7 @@ import importlib
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from .. import native
+from .. import expect, native
 from ..driver.table import CaptureMode
 from ..driver.trace import caller
 from ..errors import ArgumentError, CaptureForbidden
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .context import Context
     from .device import Device
 
-__all__ = ["Stream"]
+__all__ = ["Stream", "expect_stream"]
 
 _NON_BLOCKING = 1
 
@@ -49,6 +49,8 @@ class Stream(Owned):
         owner: Any = None,
     ) -> None:
         driver = context.driver
+        expect.name("stream", name)
+        priority = expect.integer("stream: priority", priority, high=None)
         context.activate()
         if foreign is None:
             least, greatest = driver.cuCtxGetStreamPriorityRange()
@@ -91,6 +93,7 @@ class Stream(Owned):
             For a timing event while the stream is being captured.
         """
         self._check_open()
+        expect.kind("record", event, Event, "an Event", "make one with device.event()")
         event._check_open()
         if event.context is not self.context:
             raise ArgumentError(
@@ -118,6 +121,8 @@ class Stream(Owned):
         Waiting for an event that was recorded in a capture brings this stream into that capture.
         """
         self._check_open()
+        if not isinstance(event, Event | Stream):
+            raise expect.refusal("wait", event, "an Event or a Stream")
         event._check_open()
         if isinstance(event, Stream):
             marker = event.device.event(name=f"{event.name} -> {self.name}")
@@ -217,3 +222,8 @@ class Stream(Owned):
             )
         if self.cell is not None:
             self.cell.closed = 1
+
+
+def expect_stream(what: str, value: Any) -> Stream:
+    """Give ``value`` if it is a stream; else refuse it in words that begin with ``what``."""
+    return expect.kind(what, value, Stream, "a Stream", "make one with device.stream()")

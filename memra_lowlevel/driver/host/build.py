@@ -113,6 +113,8 @@ def _find_compiler(cxx: str, path: str) -> Compiler:
             "zig" if "ziglang" in command or "zig" in command[0] else
             "clang" if "clang" in text else "gcc"
         )  # fmt: skip
+        if tried and cxx.strip():
+            log.warning("CXX=%s cannot be used (%s); using %s", cxx, tried[0], command[0])
         return Compiler(command, kind, text.strip().splitlines()[0])
     raise CompilerNotFound(
         "no C++ compiler for the host device. Install one (Debian: apt install g++; or pip install "
@@ -235,6 +237,12 @@ def run_compiler(compiler: Compiler, arguments: Sequence[str]) -> str:
         [*compiler.command, *arguments], capture_output=True, env=_environment(), check=False
     )
     text = answer.stderr.decode(errors="replace")
+    wanted = arguments[arguments.index("-o") + 1] if "-o" in arguments else None
+    if answer.returncode == 0 and wanted is not None and not Path(wanted).exists():
+        raise CompilerNotFound(
+            f"{compiler.command[0]} ended well and wrote no {Path(wanted).name}: it is no C++ "
+            "compiler. Name one in CXX, or unset CXX."
+        )
     if answer.returncode != 0:
         found = diagnostics(text)
         errors = [d for d in found if d.severity == "error"]

@@ -159,6 +159,8 @@ def _flags(compiler: Compiler, check: bool, sanitize: Sanitizer | None) -> list[
         # defines (wrapping integers, type punning), never the bits of a float.
         "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing",
         "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics", "-fno-stack-protector",
+        # A large frame touches each of its pages, so that it cannot step over the guard page.
+        "-fstack-clash-protection",
         "-fno-plt", "-fsigned-char", "-U_FORTIFY_SOURCE", *cpu_flags(),
     ]  # fmt: skip
     if compiler.kind == "gcc":

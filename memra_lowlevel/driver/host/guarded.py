@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import re
+import sys
 from collections.abc import Callable
 from types import ModuleType
 
 from ...errors import CompilerNotFound
 
-__all__ = ["alloc", "free", "note_write"]
+__all__ = ["alloc", "free", "note_write", "room"]
 
 _PAGE = mmap.PAGESIZE
 _PROT_NONE, _PROT_RW = 0, 3
@@ -50,6 +52,19 @@ def note_write(ptr: int, n_bytes: int, source: int = 0) -> None:
             backend.note_copy(ptr, source, n_bytes)
         else:
             backend.note_write(ptr, n_bytes)
+
+
+def room() -> int:
+    """Bytes that may be allocated without starving the machine; very many where unknown."""
+    try:
+        with open("/proc/meminfo", "rb") as file:
+            found = re.search(rb"MemAvailable: +(\d+) kB", file.read())
+    except OSError:
+        return sys.maxsize
+    if found is None:
+        return sys.maxsize
+    available = int(found[1]) << 10
+    return max(0, available - max(available // 16, 256 << 20))
 
 
 def alloc(n_bytes: int) -> int:

@@ -18,6 +18,8 @@ from .state import HostContext, HostState, HostStream
 
 __all__ = ["Allocation", "CopyWork", "HostMemory", "PoolWork", "SetWork"]
 
+_WORTH_ASKING = 1 << 20  # bytes from which the system is asked for its room
+
 
 @dataclass(eq=False)
 class Allocation:
@@ -162,6 +164,14 @@ class HostMemory(HostState):
                     f"{n} bytes asked for, {self._used[ctx.device]} of "
                     f"{current_options().memory_bytes} in use",
                 )  # fmt: skip
+        room = guarded.room() if n >= _WORTH_ASKING else n
+        if n > room:
+            # Fresh memory is filled, so it is real at once; beyond what there is, the system would
+            # kill the process.
+            raise self._error(
+                "CUDA_ERROR_OUT_OF_MEMORY", call,
+                f"{n} bytes asked for, this machine has {room} bytes left",
+            )  # fmt: skip
         try:
             ptr = guarded.alloc(n)
         except MemoryError as error:

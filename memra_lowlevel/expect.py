@@ -1,0 +1,95 @@
+"""Checks of what a caller hands in: the wrong kind of thing is refused, by name and at once.
+
+Each function takes ``what``, the words that a message begins with, and gives the value back in
+its plain form. Nothing is rounded or guessed: 2.5 is no extent, True is no number.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, TypeVar
+
+import numpy as np
+
+from .driver.trace import caller
+from .errors import ArgumentError
+
+__all__ = ["dtype", "integer", "kind", "name", "refusal"]
+
+T = TypeVar("T")
+_I64 = 2**63 - 1
+
+
+def refusal(what: str, got: Any, expected: str, remedy: str = "") -> ArgumentError:
+    """Make the error for a value of the wrong kind."""
+    shown = _show(got)
+    return ArgumentError(
+        f"{what} got {shown} (from {caller()}). Expected {expected}{'; ' if remedy else ''}"
+        f"{remedy}.",
+        name=what,
+        expected=expected,
+        got=shown,
+    )
+
+
+def kind(what: str, value: Any, cls: type[T], expected: str, remedy: str = "") -> T:
+    """Give ``value`` if it is a ``cls``."""
+    if isinstance(value, cls):
+        return value
+    raise refusal(what, value, expected, remedy)
+
+
+def integer(what: str, value: Any, low: int | None = None, high: int | None = _I64) -> int:
+    """Give ``value`` as an int, if it is a Python or NumPy integer in ``low … high``."""
+    if type(value) is not int:
+        if isinstance(value, bool | np.bool_):
+            raise refusal(what, value, "an integer", "a truth value is none")
+        try:
+            value = operator.index(value)
+        except TypeError:
+            raise refusal(what, value, "an integer") from None
+    if (low is not None and value < low) or (high is not None and value > high):
+        # The sizes of this library are 64-bit; a larger number would lose its upper bits below.
+        lowest = "" if low is None else str(low)
+        raise refusal(what, value, f"an integer in {lowest} … {'' if high is None else high}")
+    return int(value)
+
+
+def name(what: str, value: Any) -> str | None:
+    """Give ``value`` if it is a str or None."""
+    if value is None or isinstance(value, str):
+        return value
+    raise refusal(f"{what}: name", value, "a str")
+
+
+def dtype(what: str, value: Any) -> np.dtype[Any]:
+    """Give ``value`` as a dtype that device memory can hold: plain bytes, this machine's order."""
+    if value is None:
+        raise refusal(f"{what}: dtype", value, "a NumPy dtype", "name it")
+    try:
+        found: np.dtype[Any] = np.dtype(value)
+    except (TypeError, ValueError):
+        raise refusal(f"{what}: dtype", value, "a NumPy dtype") from None
+    if found.hasobject:
+        raise refusal(
+            f"{what}: dtype", found, "a dtype of plain bytes", "a device holds no Python objects"
+        )
+    if not found.isnative:
+        raise refusal(
+            f"{what}: dtype", found, "the byte order of this machine",
+            "convert the array with .astype(dtype.newbyteorder('='))",
+        )  # fmt: skip
+    if found.itemsize == 0:
+        raise refusal(f"{what}: dtype", found, "a dtype of at least one byte")
+    return found
+
+
+def _show(got: Any) -> str:
+    if got is None or isinstance(got, bool | int | float | str | bytes | np.generic | np.dtype):
+        text = repr(got)
+        return text if len(text) <= 60 else text[:57] + "…"
+    if isinstance(got, np.ndarray):
+        return f"a NumPy array, {got.dtype}{list(got.shape)}"
+    if isinstance(got, type):
+        return f"the class {got.__name__}"
+    return f"an object of type {type(got).__name__}"
