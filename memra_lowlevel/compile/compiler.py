@@ -27,6 +27,7 @@ __all__ = ["Job", "clear_memory", "compile_file", "compile_many", "compile_sourc
 
 log = logging.getLogger(__name__)
 
+_BUILT_IN_NAMES = "common/device.cuh"
 _memory: dict[str, CompiledImage] = {}
 _in_flight: dict[str, threading.Lock] = {}
 _guard = threading.Lock()
@@ -66,7 +67,10 @@ def compile_source(
     Parameters
     ----------
     source : str
-        CUDA C++; ``#include "common/…"`` finds the library's own headers.
+        CUDA C++; ``#include "common/…"`` finds the library's own headers. For the host device a
+        kernel needs ``#include "common/device.cuh"``, which stands for CUDA's built-in names
+        there (``__global__``, ``threadIdx``, ``atomicAdd``, fixed-width integers, ``NULLABLE`` …)
+        and is harmless for GPUs. C++'s and CUDA's own headers are not available.
     arch : str
         ``"sm_90"`` …, ``"host"``; a device's own is ``device.arch``.
     name : str
@@ -79,6 +83,11 @@ def compile_source(
     options : CompileOptions, dict or None
     cache : bool or KernelCache
         False compiles afresh and stores nothing.
+
+    Returns
+    -------
+    CompiledImage
+        ``device.module(image).kernel("name")`` gives what :func:`memra_lowlevel.launch` takes.
 
     Raises
     ------
@@ -101,7 +110,10 @@ def compile_file(
     options: CompileOptions | Mapping[str, object] | None = None,
     cache: bool | KernelCache = True,
 ) -> CompiledImage:
-    """Compile a file; a relative path that does not exist is looked up below ``cuda_src``."""
+    """Compile a file; a relative path that does not exist is looked up below ``cuda_src``.
+
+    Everything else is as for :func:`compile_source`.
+    """
     found = Path(path)
     if not found.is_absolute() and not found.is_file():
         below = sources.cuda_src_root() / found
@@ -276,18 +288,29 @@ def _compile_host(
     folders: Sequence[str | Path],
     options: CompileOptions,
 ) -> CompiledImage:
+    from ..driver.host.options import current_options
     from . import hostcxx
 
     start = time.perf_counter()
-    built = hostcxx.compile_host(
-        text if isinstance(text, Path) else text + "\n",  # a text without a line end is a path
-        names,
-        [*folders, sources.cuda_src_root()],
-        {k: v for k, v in defines.items() if v is not False},
-        check=options.check,
-        sanitize=options.sanitize,
-        name=closure.name,
-    )
+    try:
+        built = hostcxx.compile_host(
+            text if isinstance(text, Path) else text + "\n",  # a text without a line end is a path
+            names,
+            [*folders, sources.cuda_src_root()],
+            {k: v for k, v in defines.items() if v is not False},
+            check=options.check or current_options().check,
+            sanitize=options.sanitize,
+            name=closure.name,
+        )
+    except CompileError as error:
+        if any(header == _BUILT_IN_NAMES for header, _ in closure.headers):
+            raise
+        raise CompileError(
+            f'{error}. The source does not include "{_BUILT_IN_NAMES}", which stands for CUDA\'s '
+            "built-in names on the host device: include it first",
+            diagnostics=error.diagnostics,
+            log=error.log,
+        ) from None
     data = str(built.path).encode()
     return CompiledImage(
         kind="host",

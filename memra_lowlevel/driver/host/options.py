@@ -29,8 +29,11 @@ class HostOptions:
     workers : int
         Operating-system threads that run the blocks of a kernel.
     check : bool
-        Kernels are built and run with checks for races and uninitialised reads, and freed
-        stream-ordered memory is never reused, so that a late access is found.
+        Kernels that are compiled from then on report races and reads of memory that nobody
+        wrote (they are several times slower), and freed stream-ordered memory is never reused, so
+        that a late access is found. Kernels that a device has loaded stay as they are: set this
+        before the first ``Device``. Accesses out of bounds and divergent barriers are reported
+        always. For one kernel of your own, ``CompileOptions(check=True)``.
     n_devices : int
         Number of host devices; read when the driver is made.
     memory_bytes : int
