@@ -31,6 +31,19 @@ class Cache(Closing):
     A cache is a set of ``Planes``: rounds and chains move it as a whole. Work that names a stream
     runs there; planes on another device use the stream of their stage.
 
+    Parameters
+    ----------
+    device : Device
+    stream : Stream
+        Where lengths are zeroed, and where work goes that names no stream of this device.
+    model : ModelPlan
+        What the layers are.
+    max_ctx : int
+        Longest sequence, in rows.
+    name : str
+    **options
+        Fields of :class:`CacheOptions`, by keyword.
+
     Attributes
     ----------
     kv : list of KvLayer or None

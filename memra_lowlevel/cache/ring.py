@@ -121,7 +121,9 @@ class KvRing:
     Attributes
     ----------
     rows : int
-        Physical rows.
+        Physical rows. A rebase keeps up to ``(window - 1) + slack + 31`` rows (starts are floored
+        to 32), so with the default ``retain_from`` more than that are needed, by the largest
+        append: :func:`swa_ring_rows`.
     window : int
         Rows that a query attends, itself included.
     base : int
@@ -186,7 +188,8 @@ class KvRing:
             raise CapacityExceeded(
                 f"KvRing.append_plan: {keep} kept and {n} new rows do not fit in {self.rows} "
                 f"rows (len {len}, retain from {retain_from}): append at most "
-                f"{max(0, self.rows - keep)} rows at once, or allocate a ring with a larger chunk"
+                f"{max(0, self.rows - keep)} rows at once, or give the ring more rows: "
+                "swa_ring_rows(window, max_ctx, chunk=rows of an append, slack=…)"
             )
         return KvRingAppend(
             write_row=keep,
