@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "memra-lowlevel.installed"
-EXTRAS = {"demo": "demo,cli", "tests": "dev,demo,cli,snapshots"}
+EXTRAS = {"demo": "demo,cli", "tests": "dev,demo,cli,snapshots,plot"}
 
 
 def stop(message: str) -> None:

@@ -6,15 +6,18 @@ parity    every kernel against its oracle, caches, model and speculation (tests 
 graphs    driver, runtime and graph tests marked gpu
 legality  the table of capture rules put to the real driver; every difference from the table
 sanitize  compute-sanitizer memcheck, racecheck, initcheck, synccheck on small sizes
-bench     ceilings, launch, replay, attend
+bench     the groups of ``memra-lowlevel bench``, each into a result file of its own; a row that
+          lost more than 5 % of its share of the ceiling against benchmarks/reference.txt, in this
+          run and in a second one, fails. ``--bench`` is short for ``--only bench``
 
-It stops cleanly when the budget is spent, writes what it has, says what is left, and goes on from
-there when it is started again with the same ``--out``.
+An item alone is ``--only parity/kernels``. It stops cleanly when the budget is spent, writes what
+it has, says what is left, and goes on from there when it is started again with the same ``--out``.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -30,8 +33,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 SECTIONS = ["parity", "graphs", "legality", "sanitize", "bench"]
-PARITY_DIRS = ["kernels", "model", "cache", "speculative", "layer_kv", "e2e"]
 GRAPH_DIRS = ["driver", "compile", "runtime", "graph", "native"]
+NOT_ON_A_GPU = ["bench", "debug", "vectors", "__pycache__"]
 SANITIZERS = ["memcheck", "racecheck", "initcheck", "synccheck"]
 
 Answer = dict[str, Any]
@@ -42,7 +45,7 @@ def pytest_gpu(folder: str, limit_s: float) -> Answer:
     with tempfile.TemporaryDirectory() as tmp:
         report = Path(tmp) / "report.xml"
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"tests/{folder}", "-x",
+            [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"tests/{folder}",
              "--maxfail=20", "-p", "no:cacheprovider", f"--junitxml={report}"],
             cwd=ROOT, capture_output=True, text=True, timeout=limit_s,
         )  # fmt: skip
@@ -70,15 +73,18 @@ def pytest_gpu(folder: str, limit_s: float) -> Answer:
 
 def legality(limit_s: float) -> Answer:
     """Ask the real driver every question of the table."""
-    done = subprocess.run(
-        [sys.executable, "tools/legality_record.py", "--device", "cuda:0", "--json"],
-        cwd=ROOT, capture_output=True, text=True, timeout=limit_s,
-    )  # fmt: skip
-    try:
-        answers = json.loads(done.stdout)
-    except json.JSONDecodeError:
-        return {"ok": False, "failures": [done.stdout[-1500:] + done.stderr[-3000:]]}
-    return {"ok": done.returncode == 0, **answers}
+    with tempfile.TemporaryDirectory() as tmp:
+        out = Path(tmp) / "legality.json"
+        done = subprocess.run(
+            [sys.executable, "tools/legality_record.py", "--driver", "cuda", "--out", str(out),
+             "--compare"],
+            cwd=ROOT, capture_output=True, text=True, timeout=limit_s,
+        )  # fmt: skip
+        if done.returncode or not out.exists():
+            return {"ok": False, "failures": [done.stdout[-1500:] + done.stderr[-3000:]]}
+        n_cases = len(json.loads(out.read_text())["cases"])
+    differences = [line for line in done.stdout.splitlines()[1:-1] if line]
+    return {"ok": not differences, "passed": n_cases - len(differences), "failures": differences}
 
 
 def sanitize(tool: str, limit_s: float) -> Answer:
@@ -98,69 +104,102 @@ def sanitize(tool: str, limit_s: float) -> Answer:
             "failures": [] if done.returncode == 0 else [tail]}  # fmt: skip
 
 
-def bench(name: str, limit_s: float) -> Answer:
-    """Measure one group of the benchmark."""
-    with tempfile.TemporaryDirectory() as tmp:
-        out = Path(tmp) / "bench.json"
-        done = subprocess.run(
-            [sys.executable, "tools/bench.py", name, "--device", "cuda:0", "--json", str(out)],
-            cwd=ROOT, capture_output=True, text=True, timeout=limit_s,
-        )  # fmt: skip
-        if done.returncode or not out.exists():
-            return {"ok": False, "failures": [done.stdout[-1500:] + done.stderr[-3000:]]}
-        body = json.loads(out.read_text())
-    return {"ok": True, "table": done.stdout, "rows": body["rows"], "ceilings": body["ceilings"]}
+def bench(group: str, device: str, path: Path, limit_s: float) -> Answer:
+    """Measure one group of the benchmark into ``path`` and compare it with the reference."""
+    from memra_lowlevel.bench import regress, result
+
+    deadline = time.monotonic() + limit_s
+    table, now, lost = "", {}, []
+    for attempt in range(2):
+        # A second run goes beside the first file: what is committed is one run, not the better.
+        with tempfile.TemporaryDirectory() as tmp:
+            out = path if attempt == 0 else Path(tmp) / "again.json"
+            done = subprocess.run(
+                [sys.executable, "tools/bench.py", group, "--device", device, "--json", str(out)],
+                cwd=ROOT, capture_output=True, text=True,
+                timeout=max(1.0, deadline - time.monotonic()),
+            )  # fmt: skip
+            if done.returncode or not out.exists():
+                return {"ok": False, "failures": [done.stdout[-1500:] + done.stderr[-3000:]]}
+            found = result.load(out)
+        if found.problems:
+            return {"ok": False, "failures": found.problems}
+        table = table or done.stdout
+        for what, share in regress.ratios(found.rows).items():
+            now[what] = max(share, now.get(what, 0.0))
+        lost = regress.losses(now, found.environment["device"], regress.references())
+        if not lost:
+            break
+    return {"ok": not lost, "table": table, "file": path.name, "failures": [str(x) for x in lost]}
 
 
-def plan(only: list[str]) -> Iterator[tuple[str, str, Callable[[float], Answer]]]:
-    """Every item as (section, name, call)."""
-    for section in only:
-        if section in ("parity", "graphs"):
-            for folder in PARITY_DIRS if section == "parity" else GRAPH_DIRS:
-                if (ROOT / "tests" / folder).is_dir():
-                    yield section, folder, lambda s, f=folder: pytest_gpu(f, s)
-        elif section == "legality":
-            yield section, "table", legality
-        elif section == "sanitize":
-            for tool in SANITIZERS:
-                yield section, tool, lambda s, t=tool: sanitize(t, s)
-        else:
-            for group in ("ceilings", "launch", "replay", "attend"):
-                yield section, group, lambda s, g=group: bench(g, s)
+def plan(
+    only: list[str], device: str, results: Path
+) -> Iterator[tuple[str, str, Callable[[float], Answer]]]:
+    """Every item that is asked for as (section, name, call)."""
+    from memra_lowlevel.bench.command import GROUPS
+
+    folders = sorted(p.name for p in (ROOT / "tests").iterdir() if p.is_dir())
+    parity = [f for f in folders if f not in (*GRAPH_DIRS, *NOT_ON_A_GPU)]
+    items: list[tuple[str, str, Callable[[float], Answer]]] = []
+    for folder in parity:
+        items.append(("parity", folder, lambda s, f=folder: pytest_gpu(f, s)))
+    for folder in GRAPH_DIRS:
+        items.append(("graphs", folder, lambda s, f=folder: pytest_gpu(f, s)))
+    items.append(("legality", "table", legality))
+    for tool in SANITIZERS:
+        items.append(("sanitize", tool, lambda s, t=tool: sanitize(t, s)))
+    for group, place in GROUPS.items():
+        module = place.partition(":")[0]
+        if importlib.util.find_spec(f"memra_lowlevel.bench.{module}") is not None:
+            out = results.with_name(f"{results.stem}-{group}.json")
+            items.append(("bench", group, lambda s, g=group, o=out: bench(g, device, o, s)))
+    for wanted in only:
+        chosen = [i for i in items if wanted in (i[0], f"{i[0]}/{i[1]}")]
+        if not chosen:
+            raise SystemExit(f"gpu_check: nothing is called {wanted!r}; there are {SECTIONS}")
+        yield from chosen
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default=",".join(SECTIONS), help="comma-separated sections")
+    parser.add_argument("--bench", action="store_true", help="only the section bench")
+    parser.add_argument("--device", default="cuda:0", help="where the section bench measures")
     parser.add_argument("--budget-s", type=float, default=480.0)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--name", default="gpu-check", help="the file is <date>-<name>.json")
+    parser.add_argument("--name", default="gpu-check", help="the files are <date>-<name>*.json")
     parser.add_argument("--fresh", action="store_true", help="forget what an earlier call did")
+    parser.add_argument("--list", action="store_true", help="list the items and stop")
     arguments = parser.parse_args()
-    only = [s for s in arguments.only.split(",") if s]
-    if unknown := set(only) - set(SECTIONS):
-        parser.error(f"unknown sections {sorted(unknown)}; there are {SECTIONS}")
+    only = ["bench"] if arguments.bench else [s for s in arguments.only.split(",") if s]
+    path = arguments.out.resolve() / f"{time.strftime('%Y-%m-%d')}-{arguments.name}.json"
+    items = list(plan(only, arguments.device, path))
+    if arguments.list:
+        print("\n".join(f"{section}/{name}" for section, name, _ in items))
+        return 0
 
-    from memra_lowlevel import Device
-    from memra_lowlevel.bench.result import environment
+    from memra_lowlevel import Device, errors
+    from memra_lowlevel.bench import result
 
     start = time.monotonic()
-    with Device("cuda:0") as device:
-        about = environment(device)
-    path = arguments.out / f"{time.strftime('%Y-%m-%d')}-{arguments.name}.json"
-    body: dict[str, Any] = {"environment": about, "items": {}}
+    try:
+        with Device(arguments.device) as device:
+            about = result.environment(device)
+    except errors.MemraError as error:
+        raise SystemExit(f"gpu_check: {error}") from error
+    done: dict[str, Answer] = {}
     if path.exists() and not arguments.fresh:
-        kept = json.loads(path.read_text())
-        if kept["environment"]["source"] == about["source"]:
-            body["items"] = kept["items"]
+        kept = result.load(path)
+        if kept.environment.get("package") == about["package"]:
+            done = kept.items
         else:
             print("gpu_check: the sources changed since the last call; starting afresh")
-    path.parent.mkdir(parents=True, exist_ok=True)
 
     left, bad = [], []
-    for section, name, call in plan(only):
+    for section, name, call in items:
         key = f"{section}/{name}"
-        if body["items"].get(key, {}).get("ok"):
+        if done.get(key, {}).get("ok"):
             continue
         room = arguments.budget_s - (time.monotonic() - start)
         if room < 5:
@@ -174,18 +213,19 @@ def main() -> int:
             print(f"{key}: did not end within the budget", flush=True)
             continue
         answer["seconds"] = round(time.monotonic() - began, 1)
-        body["items"][key] = answer
-        path.write_text(json.dumps(body, indent=1) + "\n")
+        table = answer.pop("table", "")
+        done[key] = answer
+        result.write(path, about=about, items=done)
         counts = f"{answer['passed']} passed" if "passed" in answer else ""
         verdict = "ok" if answer["ok"] else "FAILED"
         print(f"{key}: {verdict} {counts} in {answer['seconds']} s", flush=True)
         for failure in answer.get("failures", [])[:6]:
             print("    " + failure.replace("\n", "\n    ")[-1200:], flush=True)
-        if "table" in answer:
-            print(answer["table"], flush=True)
+        if table:
+            print(table, flush=True)
         if not answer["ok"]:
             bad.append(key)
-    path.write_text(json.dumps(body, indent=1) + "\n")
+    result.write(path, about=about, items=done)
     print(f"gpu_check: {path}")
     print(f"gpu_check: {'all green' if not bad else 'failed: ' + ', '.join(bad)}"
           + (f"; left for another call: {', '.join(left)}" if left else ""))  # fmt: skip

@@ -36,6 +36,10 @@ FORMAT = 1
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
+_REQUIRED = (
+    "time", "command", "commit", "families", "package", "device", "driver", "versions", "clocks",
+)  # fmt: skip
+
 _DISTRIBUTIONS = (
     "cuda-bindings", "cuda-core", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc", "numpy", "torch",
     "cupy-cuda12x", "cupy-cuda13x", "triton", "numba-cuda", "flashinfer-python", "flash-attn-3",
@@ -172,6 +176,7 @@ def environment(device: Device | None) -> dict[str, Any]:
         "commit": os.environ.get("MEMRA_COMMIT") or head or None,
         "dirty": bool(changed) if head else None,
         "families": sources.digests(),
+        "package": sources.package_digest(),
         "device": None if device is None else f"{device.name} ({device})",
         "kind": None if device is None else device.kind,
         "arch": None if device is None else device.arch,
@@ -251,7 +256,7 @@ def load(path: Path) -> Result:
     problems = []
     if body.get("seal") != _seal(body):
         problems.append("its seal is broken: it was not written by a benchmark as it stands")
-    for name in ("time", "command", "commit", "families", "device", "driver", "versions", "clocks"):
+    for name in _REQUIRED:
         if name not in about:
             problems.append(f"its environment lacks {name!r}")
     names = [row.what for row in rows]

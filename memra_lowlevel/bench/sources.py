@@ -16,7 +16,7 @@ from pathlib import Path
 from ..compile.source import cuda_src_root
 from ..compile.tokens import tokens
 
-__all__ = ["FAMILIES", "digest_of", "digests", "files_of"]
+__all__ = ["FAMILIES", "digest_of", "digests", "files_of", "package_digest"]
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -51,6 +51,18 @@ A ``.cu`` brings its headers along. Every kernel source belongs to at least one 
 def digests(families: Iterable[str] = FAMILIES) -> dict[str, str]:
     """Digest of each family as the sources are now."""
     return {family: digest_of(family) for family in families}
+
+
+def package_digest() -> str:
+    """Digest over the whole package and ``cuda_src``, byte for byte."""
+    total = hashlib.blake2b(digest_size=12)
+    patterns = ("*.py", "*.c", "*.h", "*.cpp", "*.cu", "*.cuh")
+    for root in (PACKAGE, cuda_src_root()):
+        for path in sorted({p for pattern in patterns for p in root.rglob(pattern)}):
+            if not path.name.startswith("_") or path.suffix == ".py":
+                total.update(f"{path.relative_to(root).as_posix()}\n".encode())
+                total.update(path.read_bytes())
+    return total.hexdigest()
 
 
 def digest_of(family: str) -> str:

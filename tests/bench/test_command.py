@@ -1,0 +1,142 @@
+"""The command on the host device: every group runs, files are sound, peers are guarded."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from synthetic import rows
+
+from memra_lowlevel import Device, cli, errors
+from memra_lowlevel.bench import ceilings, clock, command, peers, plot
+from memra_lowlevel.bench.attend import CASES, ROWS, Case, measure_case
+from memra_lowlevel.bench.result import REPOSITORY, Row, load, ratio
+from memra_lowlevel.bench.run import SMALL_NOTE, Run
+
+FAST = ["ceilings", "launch", "replay", "append", "attend", "rows"]
+
+
+@pytest.fixture(scope="module")
+def run():
+    with Device("host") as device, device.stream(name="bench") as stream:
+        yield Run(device, stream, small=True)
+
+
+def test_groups_of_the_host_device(tmp_path, capsys):
+    path = tmp_path / "host.json"
+    assert cli.main(["bench", *FAST, "--device", "host", "--json", str(path)]) == 0
+    printed = capsys.readouterr().out
+    found = load(path)
+    assert found.problems == []
+    assert {row.group for row in found.rows} == set(FAST)
+    assert "reduced sizes" in printed
+    for row in found.rows:
+        assert row.what in printed
+        assert row.median > 0 or row.unit == "ns", row.what  # a stub's loop may cost nothing
+        assert row.note, f"{row.what} on the host device must say what it is"
+        if row.note == SMALL_NOTE:
+            assert row.floor is None and row.goal is None
+    names = [row.what for row in found.rows]
+    assert "launch, prepared" in names and "replay + sync" in names
+    if "launch, C" in names:
+        prepared = next(row for row in found.rows if row.what == "launch, prepared")
+        assert prepared.baseline == "launch, C" and ratio(prepared, found.rows)
+    assert json.loads(path.read_text())["environment"]["kind"] == "host"
+
+
+def test_an_unknown_group_is_bad_usage(capsys):
+    assert cli.main(["bench", "nonsense", "--device", "host"]) == 2
+    assert "attend" in capsys.readouterr().err
+
+
+def test_the_tool_is_the_command():
+    done = subprocess.run(
+        [sys.executable, "tools/bench.py", "nonsense"], cwd=REPOSITORY, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 2 and "no group" in done.stderr
+
+
+def test_missing_libraries_are_notes_and_no_rows(run, monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(peers.importlib, "import_module", missing)
+    before = len(run.rows)
+    run.notes.clear()
+    peers.launch_rows(run, None, None, None, "launch, C")
+    peers.replay_rows(run, None, None, None, 2, "replay, C")
+    peers.attend_rows(run, Case(4, 2, 64, 32))
+    assert len(run.rows) == before
+    for name in ("cuda.bindings", "cuda.core", "CuPy", "torch", "Triton", "numba-cuda"):
+        assert any(note.startswith(f"{name}: not installed") for note in run.notes), name
+
+
+def test_a_failing_library_is_a_note(run):
+    run.notes.clear()
+    with run.guard("other"):
+        raise RuntimeError("no kernel image\nmore")
+    assert run.notes == ["other: RuntimeError: no kernel image"]
+
+
+def test_cases_cover_what_the_goals_name():
+    shapes = {(c.shape, c.ctx) for c in CASES if c.goal is not None}
+    assert len(shapes) == 11
+    one = [c.ctx for c in CASES if c.shape == "32/8/128" and c.what.endswith("q8_0/q5_1")]
+    assert {512, 1 << 20} <= set(one)
+    assert {c.n_rows for c in ROWS} == {1, 2, 4, 8, 16}
+    assert sum(c.window is not None for c in CASES) == 2 and sum(c.ring for c in CASES) == 1
+    for cases in (CASES, ROWS):
+        assert len({c.what for c in cases}) == len(cases)
+    case = Case(32, 8, 128, 32768)
+    assert case.key_bytes == 58 * 32 and case.n_keys == 32768  # performance: 60.8 MB
+    assert Case(32, 8, 128, 1 << 17, 4, window=4096).n_keys == 4099
+
+
+def test_sets_outgrow_the_caches():
+    assert clock.n_sets(1 << 20) * (1 << 20) >= 3 * (60 << 20)
+    assert clock.n_sets(4 << 30) == 1 and clock.n_sets(1 << 20, small=True) == 2
+
+
+def test_attention_of_a_case_sees_every_key(run):
+    """The planes of a window and a ring are filled where a query looks, at the far end."""
+    for case in (Case(4, 2, 64, 96), Case(4, 2, 64, 160, window=64, ring=True)):
+        row = measure_case(run, case)
+        assert row.extra["ctx"] == case.ctx and row.extra["bytes"] == case.n_keys * case.key_bytes
+
+
+def test_ceilings_interpolate():
+    found = ceilings.Ceilings({1 << 20: 1.0, 4 << 20: 4.0, 64 << 20: 16.0}, {1 << 20: 2.0})
+    assert found.read_us(1) == 1.0 and found.read_us(1 << 20) == 1.0
+    assert found.read_us(2 << 20) == pytest.approx(2.0)
+    assert found.read_us(16 << 20) == pytest.approx(8.0)
+    assert found.read_us(128 << 20) == pytest.approx(32.0)
+    assert found.copy_us(1) == 2.0 and found.copy_us(2 << 20) == 4.0
+
+
+def test_a_line_says_share_and_goal():
+    found = rows()
+    text = command.line(found[0], found)
+    assert "79.7% of the floor" in text and "goal 3.9 met" in text and "TB/s" in text
+    assert "93.9% of launch, C" in command.line(Row("x", "us", [3.3], baseline="launch, C"), found)
+
+
+def test_figures(tmp_path):
+    curves = plot.series(rows())
+    assert set(curves) == {"32/8/128 q8_0/q5_1", "32/8/128 torch"}
+    assert [row.extra["ctx"] for row in curves["32/8/128 torch"]] == [4096, 32768]
+    plot.draw(tmp_path / "a.svg", rows(), {"device": "made up"})
+    plot.draw(tmp_path / "b.svg", rows(), {"device": "made up"})
+    text = (tmp_path / "a.svg").read_text()
+    assert text == (tmp_path / "b.svg").read_text() and "made up" in text
+    plot.draw(tmp_path / "a.png", rows(), {"device": "made up"})
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+    with pytest.raises(errors.ArgumentError, match="attend"):
+        plot.draw(tmp_path / "c.svg", rows()[-2:], {})
+
+
+def test_a_missing_plotter_is_said_before_anything_is_measured(monkeypatch, capsys):
+    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["bench", "attend", "--device", "host", "--plot", "x.svg"]) == 1
+    said = capsys.readouterr()
+    assert "memra-lowlevel[plot]" in said.err and "bench on" not in said.out

@@ -1,0 +1,277 @@
+"""Plant a named fault in a copy of the tree and see the tests turn red.
+
+    python tools/gate.py --list
+    python tools/gate.py --break NAME [NAME …]
+    python tools/gate.py --all
+
+Each fault replaces a text that must occur exactly once, so a fault that no longer applies is an
+error, not a pass. The tests that guard against it must pass before and fail after; anything else
+(no such test, an error at import) is a failure of the gate. The tree itself is never touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PARTS = [
+    "memra_lowlevel", "cuda_src", "tests", "tools", "examples", "docs", "benchmarks",
+    "pyproject.toml", "setup.py", "README.md", "CHANGELOG.md", ".gitignore", "run.py",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One mutation: what it breaks, how, and which tests must see it."""
+
+    name: str
+    about: str
+    path: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    cheap: bool = False
+
+
+FAULTS = (
+    # -- speculation ------------------------------------------------------------------------------
+    Fault(
+        "rewind-skipped", "rejected drafts stay in the target's planes",
+        "memra_lowlevel/speculative/round.py",
+        "            if amounts.target:\n                planes.set_len(",
+        "            if False:\n                planes.set_len(",
+        ("tests/speculative/test_round.py::test_equals_plain_greedy",),
+    ),
+    Fault(
+        "rewind-mirror-only", "a rewind moves the host mirror and not the device counter",
+        "memra_lowlevel/graph/counters.py",
+        "        stream.context.driver.cuMemsetD32Async(\n            self.buffer.ptr, value,",
+        "        stream.context.driver.cuMemsetD32Async(\n            self.buffer.ptr, self.value,",
+        ("tests/graph/test_graph_counters.py::test_eager_writes_move_both",), True,
+    ),
+    Fault(
+        "bonus-off-by-one", "the token behind the accepted drafts is that of the row before",
+        "memra_lowlevel/speculative/accept.py",
+        "return accepted, [*drafts[:accepted], argmax[accepted]]",
+        "return accepted, [*drafts[:accepted], argmax[max(0, accepted - 1)]]",
+        ("tests/speculative/test_round.py::test_equals_plain_greedy",),
+    ),
+    Fault(
+        "everything-accepted", "every draft counts as right",
+        "memra_lowlevel/speculative/accept.py",
+        "while accepted < len(drafts) and drafts[accepted] == argmax[accepted]:",
+        "while accepted < len(drafts):",
+        ("tests/speculative/test_round.py::test_equals_plain_greedy",),
+    ),
+    Fault(
+        "rewind-amount", "one row too few is dropped after a rejection",
+        "memra_lowlevel/speculative/accept.py",
+        "Rewind(target=k - accepted,", "Rewind(target=max(0, k - accepted - 1),",
+        ("tests/speculative/test_accept.py",), True,
+    ),
+    # -- planes -----------------------------------------------------------------------------------
+    Fault(
+        "base-not-mirrored", "a rebase does not write the ring's base on the device",
+        "memra_lowlevel/cache/kv_layer.py",
+        "        self.lengths.set_base(stream, self.index, new_base)",
+        "        pass",
+        ("tests/cache/test_kv_layer.py::test_ring_equals_flat_bit_for_bit",),
+    ),
+    Fault(
+        "window-edge", "a window shows one key too many",
+        "cuda_src/common/counters.cuh",
+        "bound > window ? bound - window : 0;", "bound > window ? bound - window - 1 : 0;",
+        ("tests/kernels/test_kv_attend.py::test_windows",),
+    ),
+    Fault(
+        "q5-1-ties", "q5_1 rounds ties downwards",
+        "cuda_src/common/block32.cuh",
+        "__fadd_rn(__fmul_rn(__fsub_rn(x, m), id), 0.5f)",
+        "__fadd_rn(__fmul_rn(__fsub_rn(x, m), id), 0.49999997f)",
+        ("tests/kernels/test_kv_append.py::test_blocks_with_ties_zeros_and_tiny_scales",), True,
+    ),
+    # -- model ------------------------------------------------------------------------------------
+    Fault(
+        "argmax-ties", "of equal logits the highest id wins",
+        "cuda_src/model/logits.cu",
+        "(b.value == a.value && b.id < a.id)", "(b.value == a.value && b.id > a.id)",
+        ("tests/model/test_kernels.py::test_token_edges",), True,
+    ),
+    # -- graphs and launches ----------------------------------------------------------------------
+    Fault(
+        "capture-refusal", "a call that would lose the capture reaches the driver",
+        "memra_lowlevel/runtime/recording.py",
+        "    if not lifetime.recordings:\n        return\n    recording = _concerned",
+        "    return\n    recording = _concerned",
+        ("tests/graph/test_graph_capture.py"
+         "::test_forbidden_calls_are_refused_before_the_driver_and_poison_nothing",), True,
+    ),
+    Fault(
+        "mirror-not-advanced", "a replay moves the device counter and not its host mirror",
+        "memra_lowlevel/graph/effects.py",
+        "        c.lower = max(0, c.lower + self.add_lower)\n        c.upper += self.add_upper\n",
+        "",
+        ("tests/graph/test_graph_counters.py::test_eager_writes_move_both",), True,
+    ),
+    Fault(
+        "room-unchecked", "a launch goes out though its counter has no room",
+        "memra_lowlevel/graph/effects.py",
+        "if c.upper + self.need > c.capacity:", "if False:",
+        ("tests/graph/test_graph_counters.py"
+         "::test_what_does_not_fit_is_refused_before_anything_moves",), True,
+    ),
+    Fault(
+        "argument-size", "a parameter's size in the source and in the code may differ",
+        "memra_lowlevel/compile/module.py",
+        "if expected and expected != size:", "if False:",
+        ("tests/compile/test_compile_module.py::test_contradictions_are_refused",), True,
+    ),
+    # -- compilation ------------------------------------------------------------------------------
+    Fault(
+        "checksum-unchecked", "a damaged file of the kernel cache is loaded",
+        "memra_lowlevel/compile/cache.py",
+        "if parts[2] != _checksum(body):", "if False:",
+        ("tests/compile/test_compile_cache.py::test_damage_is_rebuilt_with_one_line",), True,
+    ),
+    Fault(
+        "includes-not-in-key", "a changed header does not change the cache key",
+        "memra_lowlevel/compile/source.py",
+        "for part_name, part in [(main, rewritten), *reader.headers.items()]:",
+        "for part_name, part in [(main, rewritten)]:",
+        ("tests/compile/test_compile_cache.py::test_a_changed_header_compiles_again",), True,
+    ),
+    # -- rules of the tree ------------------------------------------------------------------------
+    Fault(
+        "import-upwards", "the driver imports the cache",
+        "memra_lowlevel/driver/trace.py",
+        "from __future__ import annotations\n",
+        "from __future__ import annotations\n\n\ndef up():\n    from ..cache import KvLayer\n",
+        ("tests/test_layers.py::test_every_import_goes_downwards",), True,
+    ),
+    Fault(
+        "table-unchecked", "a table of a document may differ from its result file",
+        "memra_lowlevel/bench/tables.py",
+        "        elif fresh != text:", "        elif False:",
+        ("tests/bench/test_tables.py",), True,
+    ),
+    Fault(
+        "older-source-unmarked", "a figure stays as it is when its kernel changes",
+        "memra_lowlevel/bench/result.py",
+        "kept != sources.digest_of(group)", "False",
+        ("tests/bench/test_tables.py",), True,
+    ),
+    Fault(
+        "seal-unchecked", "a result file edited by hand is taken",
+        "memra_lowlevel/bench/result.py",
+        'if body.get("seal") != _seal(body):', "if False:",
+        ("tests/bench/test_result.py",), True,
+    ),
+    Fault(
+        "loss-unseen", "a benchmark may lose half of its share of the ceiling",
+        "memra_lowlevel/bench/regress.py",
+        "LIMIT = 0.05", "LIMIT = 0.5",
+        ("tests/bench/test_regress.py",), True,
+    ),
+)  # fmt: skip
+"""Every fault; ``cheap`` ones are tried in CI."""
+
+
+def applies(fault: Fault, root: Path = ROOT) -> int:
+    """How often the text of a fault occurs; 1 is right."""
+    path = root / fault.path
+    return path.read_text(encoding="utf-8").count(fault.old) if path.is_file() else 0
+
+
+@contextmanager
+def copy_of_the_tree() -> Iterator[Path]:
+    """Give a copy of what the tests need, compiled modules included."""
+    with tempfile.TemporaryDirectory(prefix="memra-gate-") as folder:
+        copy = Path(folder)
+        ignored = shutil.ignore_patterns("__pycache__", ".*_cache", ".hypothesis", "*.gguf")
+        for part in PARTS:
+            source = ROOT / part
+            if source.is_dir():
+                shutil.copytree(source, copy / part, ignore=ignored)
+            elif source.exists():
+                shutil.copy2(source, copy / part)
+        yield copy
+
+
+@contextmanager
+def planted(fault: Fault, copy: Path) -> Iterator[None]:
+    """Have the fault in the copy for a while."""
+    path = copy / fault.path
+    good = path.read_text(encoding="utf-8")
+    if good.count(fault.old) != 1:
+        raise SystemExit(
+            f"gate: {fault.name}: its text occurs {good.count(fault.old)} times in {fault.path}, "
+            "not once; bring the fault up to date"
+        )
+    path.write_text(good.replace(fault.old, fault.new), encoding="utf-8")
+    try:
+        yield
+    finally:
+        path.write_text(good, encoding="utf-8")
+
+
+def pytest_status(copy: Path, tests: Sequence[str]) -> tuple[int, str]:
+    """Run tests of the copy; the status of pytest and the end of what it said."""
+    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
+        cwd=copy, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    return done.returncode, (done.stdout + done.stderr)[-1500:]
+
+
+def red(fault: Fault, copy: Path) -> str:
+    """Why the fault was not caught; empty when the tests turned red."""
+    with planted(fault, copy):
+        status, tail = pytest_status(copy, fault.tests)
+    if status == 1:
+        return ""
+    said = {0: "the tests still pass", 5: "there are no such tests"}
+    return f"{said.get(status, f'pytest ended with status {status}')}\n{tail if status else ''}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--break", dest="names", nargs="+", default=[], metavar="NAME")
+    parser.add_argument("--all", action="store_true", help="every fault")
+    parser.add_argument("--list", action="store_true", help="list the faults")
+    chosen = parser.parse_args(arguments)
+    if chosen.list:
+        for fault in FAULTS:
+            print(f"{fault.name:22} {fault.about}  [{', '.join(fault.tests)}]")
+        return 0
+    names = [fault.name for fault in FAULTS] if chosen.all else chosen.names
+    if unknown := set(names) - {fault.name for fault in FAULTS} or not names:
+        parser.error(f"name faults of --list, not {unknown}" if names else "--break NAME or --all")
+    faults = [fault for fault in FAULTS if fault.name in names]
+    failed = 0
+    with copy_of_the_tree() as copy:
+        status, tail = pytest_status(copy, sorted({t for fault in faults for t in fault.tests}))
+        if status:
+            print(f"gate: the tests are not green to begin with (status {status})\n{tail}")
+            return 1
+        for fault in faults:
+            start = time.monotonic()
+            why = red(fault, copy)
+            failed += bool(why)
+            verdict = f"NOT CAUGHT: {why}" if why else "caught"
+            print(f"{fault.name}: {verdict} ({time.monotonic() - start:.1f} s)", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
