@@ -18,7 +18,7 @@ __device__ __forceinline__ Best better(Best a, Best b) {
     return b.value > a.value || (b.value == a.value && b.id < a.id) ? b : a;
 }
 
-// grid (n_tiles, ceil(n_rows / group)); shared f32 [group, n_slices, 32 + 1], then [group, 32].
+// grid (n_tiles, ceil(n_rows / group)); shared f32 [group, 32], then [group, n_slices, 32 + 1].
 //   w        tiles of [n_vocab, 32 * n_blocks]
 //   h, gain  f32 [n_rows, 32 * n_blocks], f32 [32 * n_blocks]
 //   logits   f32 [n_rows, n_vocab]
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(TILE_THREADS)
                 float* logits, float* values, int32_t* ids, float* NULLABLE sums, int32_t n_rows,
                 int32_t group, int32_t n_vocab, int32_t n_blocks, int32_t slice_blocks, int32_t n_slices,
                 float eps) {
-    DYN_SMEM(float, parts);
+    DYN_SMEM(float, staged);  // first, for its alignment
     const int first_out = blockIdx.x * OUTS;
     const int first_row = blockIdx.y * group;
     const int rows = min(group, n_rows - first_row);
@@ -41,8 +41,8 @@ __global__ void __launch_bounds__(TILE_THREADS)
                                 threadIdx.x, blockDim.x);
     await_predecessor();
 
+    float* parts = staged + rows * OUTS;
     float* squares = parts + size_t(rows) * product.units();
-    float* staged = squares + size_t(rows) * product.units() / OUTS;
     product.run(h + size_t(first_row) * n_blocks * TILE_COLS, rows, parts, squares);
     __syncthreads();
     for (int i = threadIdx.x; i < rows * OUTS; i += blockDim.x) {

@@ -18,7 +18,7 @@ __device__ __forceinline__ void store_block(const float* x, Side side, int64_t p
     store_quarter<F>(packed, to, g);
 }
 
-// grid (n_out / 32, ceil(n_rows / group)); shared f32 [group, n_slices, 32 + 1], then [group, 32].
+// grid (n_out / 32, ceil(n_rows / group)); shared f32 [group, 32], then [group, n_slices, 32 + 1].
 //   w        tiles of [n_out, 32 * n_blocks]: columns column ... column + n_out of q | k | v
 //   h, gain  f32 [n_rows, 32 * n_blocks], f32 [32 * n_blocks]
 //   angles   f32 [n_positions, n_rot / 2, 2], (cos, sin), made on the host in float64
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(TILE_THREADS)
              int32_t n_rows, int32_t group, int32_t column, int32_t q_dim, int32_t kv_dim,
              int32_t head_dim, int32_t n_rot, int32_t n_positions, int32_t capacity,
              int32_t n_blocks, int32_t slice_blocks, int32_t n_slices, float eps) {
-    DYN_SMEM(float, parts);
+    DYN_SMEM(float, staged);  // first, for its alignment
     const int first_row = blockIdx.y * group;
     const int rows = min(group, n_rows - first_row);
     const Cut cut = {n_blocks, slice_blocks, n_slices};
@@ -47,8 +47,8 @@ __global__ void __launch_bounds__(TILE_THREADS)
 
     const int position = pos_d[0] + first_row;
     const int64_t slot = int64_t(len_d[0]) + first_row - (base_d == nullptr ? 0 : base_d[0]);
+    float* parts = staged + rows * OUTS;
     float* squares = parts + size_t(rows) * product.units();
-    float* staged = squares + size_t(rows) * product.units() / OUTS;
     product.run(h + size_t(first_row) * n_blocks * TILE_COLS, rows, parts, squares);
     __syncthreads();
 

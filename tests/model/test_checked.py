@@ -55,46 +55,46 @@ def kernel(source, entry, check=True, threads=THREADS, **options):
     return launch
 
 
-def run_project(format, source="model/project.cu", n_in=224, **options):
+def run_project(format, source="model/project.cu", n_in=160, **options):
     h, n_out = normal(ROWS, 12), 12
     launch = kernel(source, f"add_product<{TILE_FORMATS[format].tile}>", **options)
     launch(
-        2, 8 * 4, tiles(format, n_out, n_in), normal(ROWS, n_in), h, I(ROWS), I(GROUP), I(n_out),
-        I(n_in // 32), I(2), I(4),
+        2, 8 * 3, tiles(format, n_out, n_in), normal(ROWS, n_in), h, I(ROWS), I(GROUP), I(n_out),
+        I(n_in // 32), I(2), I(3),
     )  # fmt: skip
     return h
 
 
-def run_gated(gate, up, source="model/gated.cu", n_in=224, **options):
+def run_gated(gate, up, source="model/gated.cu", n_in=160, **options):
     out, n_ff = poisoned(ROWS, 12), 12
     entry = f"gate_up_rows<{TILE_FORMATS[gate].tile}, {TILE_FORMATS[up].tile}>"
     kernel(source, entry, **options)(
-        2, 17 * 4, tiles(gate, n_ff, n_in), tiles(up, n_ff, n_in), normal(ROWS, n_in),
-        normal(n_in), out, I(ROWS), I(GROUP), I(n_ff), I(n_in // 32), I(2), I(4), EPS,
+        2, 17 * 3, tiles(gate, n_ff, n_in), tiles(up, n_ff, n_in), normal(ROWS, n_in),
+        normal(n_in), out, I(ROWS), I(GROUP), I(n_ff), I(n_in // 32), I(2), I(3), EPS,
     )  # fmt: skip
     return out
 
 
-def run_qkv(format, source="model/qkv.cu", n_in=224, **options):
+def run_qkv(format, source="model/qkv.cu", n_in=160, **options):
     q, k, v = poisoned(ROWS, 64), np.full((5, 68), 255, "u1"), np.full((5, 48), 255, "u1")
     angles = oracle.rope_angles(10, 64, 1e4).astype(F)
     entry = f"qkv_rows<{TILE_FORMATS[format].tile}, Q8_0, Q5_1>"
     kernel(source, entry, **options)(
-        6, 33 * 4 + 32, tiles(format, 192, n_in), normal(ROWS, n_in), normal(n_in), angles,
+        6, 33 * 3 + 32, tiles(format, 192, n_in), normal(ROWS, n_in), normal(n_in), angles,
         np.array([8], I), q, k, v, np.array([13], I), np.array([12], I), I(ROWS), I(GROUP), I(0),
-        I(64), I(64), I(64), I(64), I(10), I(5), I(n_in // 32), I(2), I(4), EPS,
+        I(64), I(64), I(64), I(64), I(10), I(5), I(n_in // 32), I(2), I(3), EPS,
     )  # fmt: skip
     assert (k[[0, 4]] == 255).all() and (v[[0, 4]] == 255).all()
     return np.concatenate([a.view(np.uint8).reshape(-1) for a in (q, k, v)])
 
 
-def run_logits(format, source="model/logits.cu", n_in=224, **options):
+def run_logits(format, source="model/logits.cu", n_in=160, **options):
     logits, values = poisoned(ROWS, 70), poisoned(ROWS, 3)
     ids, sums = poisoned(ROWS, 3, dtype=I), poisoned(ROWS, 3)
     entry = f"logits_rows<{TILE_FORMATS[format].tile}>"
     kernel(source, entry, **options)(
-        3, 33 * 4 + 32, tiles(format, 70, n_in), normal(ROWS, n_in), normal(n_in), logits, values,
-        ids, sums, I(ROWS), I(GROUP), I(70), I(n_in // 32), I(2), I(4), EPS,
+        3, 33 * 3 + 32, tiles(format, 70, n_in), normal(ROWS, n_in), normal(n_in), logits, values,
+        ids, sums, I(ROWS), I(GROUP), I(70), I(n_in // 32), I(2), I(3), EPS,
     )  # fmt: skip
     assert not np.isnan(logits).any()
     return np.concatenate([logits, values, ids.view(F), sums], axis=1)
