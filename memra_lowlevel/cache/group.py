@@ -15,7 +15,8 @@ from .geometry import KvGeometry
 from .index_ring import index_ring_rows, index_ring_rows_for
 from .kv_layer import KvLayer
 from .kvdev import StreamKvDev
-from .latent import LatentKvLayer, latent_bytes
+from .latent import LatentKvLayer
+from .latent_geometry import latent_bytes
 from .plan import KvCache, LatentKvCache, ModelPlan, Recurrent, SlidingKvCache
 from .planes import Lengths, Workspace
 from .recurrent import RecurLayer

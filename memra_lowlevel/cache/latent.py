@@ -9,9 +9,10 @@ import numpy as np
 from ..closing import Closing
 from ..errors import CapacityExceeded, CaptureForbidden, PlaneError, RewindRefused
 from ..formats import F32, Format
-from ..kernels import latent_attend, latent_index, latent_rows
-from . import latent_snapshot
+from ..kernels import latent_index, latent_rows
+from . import latent_reads, latent_snapshot
 from .geometry import MAX_ROWS
+from .latent_geometry import check_geometry
 from .latent_tail import IndexTail
 from .planes import Lengths, Workspace
 
@@ -19,9 +20,8 @@ if TYPE_CHECKING:
     from ..runtime import Buffer, Device, Stream
     from .kvdev import KvDev
     from .latent_snapshot import LatentPlaneSnapshot, LatentTailCapture
-    from .plan import LatentKvCache
 
-__all__ = ["LatentKvLayer", "latent_bytes"]
+__all__ = ["LatentKvLayer"]
 
 SCRATCH_BYTES = 64 << 20
 """Scratch of one call unless it says otherwise: partial results, or scores of pools."""
@@ -93,7 +93,7 @@ class LatentKvLayer(Closing):
             self.index_rows = dev.uninit((ring or max_ctx) * index_width)
         self.index_pool_keys: Buffer | None = None
         self.tail = IndexTail(lengths, ring or 0, name)
-        self._workspace = workspace
+        self.workspace = workspace
         self._arena: Any = None
         latent_rows.prepare(self.device, format)
         if index_width:
@@ -262,7 +262,7 @@ class LatentKvLayer(Closing):
                 self.tail.check()
         self.lengths.need(stream, n)
         latent_rows.append(
-            stream, rows, self._plane, self.len_d, capacity=self.max_ctx, format=self.format,
+            stream, rows, self.plane, self.len_d, capacity=self.max_ctx, format=self.format,
             weight=weight, eps=eps, angles=angles, kv_rank=kv_rank,
         )  # fmt: skip
         if index is None or ape is None:
@@ -310,28 +310,10 @@ class LatentKvLayer(Closing):
         width_d : Buffer, optional
             i32[1]: receives the entries of the last list that can differ from -1.
         """
-        if self.index_pool_keys is None:
-            raise PlaneError(f"{self.name}.select: no pool is known yet; append index rows first")
-        pool, d = self.tail.pool, self.index_dim
-        if len(q.shape) != 3 or q.shape[2] != d:
-            raise PlaneError(f"{self.name}.select: q must be f32 [n, heads, {d}], got {q.shape}")
-        n, heads, n_pools = q.shape[0], q.shape[1], max(1, self.max_ctx // pool)
-        per_row = 4 * n_pools + latent_index.scratch_bytes(1, n_pools)
-        at_once = max(1, min(n, scratch_bytes // per_row))
-        space = self._workspace.take(stream, at_once * per_row)
-        for first in range(0, n, at_once):
-            m = min(at_once, n - first)
-            scores = space.view(0, (m, n_pools), np.float32)
-            scratch = space.view(4 * m * n_pools, (m * (per_row // 4 - n_pools),), np.int32)
-            behind = (n if counted else 0) - first
-            latent_index.score(
-                stream, _part(q, first, m), _part(weights, first, m, heads), self.index_pool_keys,
-                scores, self.len_d, pool=pool, counted=behind,
-            )  # fmt: skip
-            latent_index.select(
-                stream, scores, _part(out, first, m), scratch, self.len_d, top_k=top_k, pool=pool,
-                counted=behind, width_d=width_d,
-            )  # fmt: skip
+        latent_reads.select(
+            self, stream, q, weights, out, top_k=top_k, counted=counted, width_d=width_d,
+            scratch_bytes=scratch_bytes,
+        )  # fmt: skip
 
     def list_width(self, top_k: int) -> int:
         """Entries that a list of :meth:`select` must have room for."""
@@ -365,27 +347,10 @@ class LatentKvLayer(Closing):
         scratch_bytes : int
             Queries are taken so many at a time that their partial results fit (or one at a time).
         """
-        if len(q.shape) != 3 or len(out.shape) != 3 or q.shape[2] != self.width:
-            raise PlaneError(
-                f"{self.name}.attend: q must be f32 [n, heads, {self.width}] and out [n, heads, "
-                f"kv_rank], got {q.shape} and {out.shape}"
-            )
-        n, heads, rank = out.shape
-        n_list = 0 if indices is None else indices.shape[-1]
-        at_once = latent_attend.rows_at_once(heads, rank, self.max_ctx, n_list, scratch_bytes)
-        at_once = max(1, min(n, at_once))
-        space = self._workspace.take(
-            stream, latent_attend.workspace_bytes(at_once, heads, rank, self.max_ctx, n_list)
-        )
-        for first in range(0, n, at_once):
-            m = min(at_once, n - first)
-            latent_attend.attend(
-                stream, _part(q, first, m), self._plane, _part(out, first, m), len_d=self.len_d,
-                rows=self.max_ctx, workspace=space, scale=scale, format=self.format,
-                indices=None if indices is None else _part(indices, first, m),
-                lse=None if lse is None else _part(lse, first, m, heads), counted=counted,
-                first=first, of=n, numeric=numeric,
-            )  # fmt: skip
+        latent_reads.attend(
+            self, stream, q, out, scale=scale, indices=indices, lse=lse, counted=counted,
+            numeric=numeric, scratch_bytes=scratch_bytes,
+        )  # fmt: skip
 
     # -- the length -------------------------------------------------------------------------------
     def advance(self, stream: Stream, n: int) -> None:
@@ -524,12 +489,13 @@ class LatentKvLayer(Closing):
             if buffer is not None:
                 buffer.close()
         if self._arena is not None:
-            self._workspace.close()
+            self.workspace.close()
             self._arena.close()
 
     # -- inside -----------------------------------------------------------------------------------
     @property
-    def _plane(self) -> Buffer:
+    def plane(self) -> Buffer:
+        """The bytes of the rows."""
         return self.rows.view(0, (self.rows.n_bytes,), np.uint8)
 
     def _fix_pool(self, stream: Stream, pool: int | None) -> None:
@@ -567,43 +533,3 @@ class LatentKvLayer(Closing):
                 f"{self.name}.{action}: the layer shares its counters with a group of planes; "
                 f"call {action} of the group, so that all of them move together"
             )
-
-
-def check_geometry(
-    max_ctx: int,
-    width: int,
-    index_width: int,
-    index_ring_rows: int | None,
-    index_pool: int | None,
-    format: Format,
-    name: str,
-) -> None:
-    """Refuse what no latent plane can be."""
-    if width < 1 or index_width < 0 or index_width % 2 or not 1 <= max_ctx <= MAX_ROWS:
-        raise PlaneError(
-            f"{name}: width {width} must be at least 1, index_width {index_width} even and not "
-            f"negative, and {max_ctx} rows lie in 1..{MAX_ROWS}"
-        )
-    if index_ring_rows is not None and index_ring_rows < 0:
-        raise PlaneError(f"{name}: index_ring_rows {index_ring_rows}; None for a flat plane")
-    latent_rows.check_format(format, width, name)
-    if index_pool is not None:
-        IndexTail.check_pool(index_pool, index_ring_rows or 0, name)
-
-
-def latent_bytes(
-    plan: LatentKvCache, max_ctx: int, ring: int | None, pool: int | None, format: Format = F32
-) -> tuple[int, int, int]:
-    """Bytes of the rows, the index rows and the keys of a layer."""
-    rows = -(-max_ctx * latent_rows.row_bytes(format, plan.width) // 4) * 4
-    if not plan.index_width:
-        return rows, 0, 0
-    keys = max(max_ctx // pool * (plan.index_width // 2), 1) if pool else 0
-    return rows, 4 * (ring or max_ctx) * plan.index_width, 4 * keys
-
-
-def _part(buffer: Buffer, first: int, n: int, width: int | None = None) -> Buffer:
-    """Rows [first, first + n) of a buffer whose first axis is rows (or of ``width`` elements)."""
-    shape = buffer.shape[1:] if width is None else (width,)
-    row = buffer.dtype.itemsize * int(np.prod(shape))
-    return buffer.view(first * row, (n, *shape), buffer.dtype)

@@ -98,11 +98,11 @@ def test_scores_are_made_in_parts_that_fit_in_the_scratch(make):
     a.append(96)
     whole = a.select(96)
     per_row = 4 * 24 + 4 * (3 * 2048 + 8 + 1)
-    before = a.layer._workspace.n_bytes
+    before = a.layer.workspace.n_bytes
     small = make(seq, 96, ring=16)
     small.append(96)
     assert same(small.select(96, scratch_bytes=5 * per_row), whole)
-    assert small.layer._workspace.n_bytes <= 5 * per_row + 256 < before
+    assert small.layer.workspace.n_bytes <= 5 * per_row + 256 < before
     assert same(a.attend(96, scratch_bytes=4000), a.attend(96))
 
 
