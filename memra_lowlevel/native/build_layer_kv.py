@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import tempfile
+from typing import Any
 
 from cffi import FFI
 
@@ -29,9 +30,9 @@ def _declarations() -> str:
     return "\n".join(keep)
 
 
-def _builder(root: str) -> FFI:
+def _builder(root: str) -> Any:
     """Describe the module; `root` leads its C files, relative for setuptools."""
-    builder = FFI()
+    builder: Any = FFI()  # type: ignore[no-untyped-call]
     builder.cdef(_declarations())
     builder.set_source(
         "memra_lowlevel.native._layer_kv",

@@ -17,7 +17,10 @@ def read(words: npt.NDArray[np.uint32], n_threads: int) -> npt.NDArray[np.uint32
     vectors = np.bitwise_xor.reduce(words.reshape(-1, 4), axis=1)
     padded = np.zeros(-(-len(vectors) // n_threads) * n_threads, np.uint32)
     padded[: len(vectors)] = vectors
-    return np.bitwise_xor.reduce(padded.reshape(-1, n_threads), axis=0).astype(np.uint32)
+    per_thread: npt.NDArray[np.uint32] = np.bitwise_xor.reduce(
+        padded.reshape(-1, n_threads), axis=0
+    ).astype(np.uint32)
+    return per_thread
 
 
 def copy(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
