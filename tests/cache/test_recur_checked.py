@@ -1,18 +1,11 @@
 """Check mode over the kernels of linear attention and of the draft chain."""
 
-import re
-
 import numpy as np
 import pytest
 
-from memra_lowlevel import errors
-from memra_lowlevel.compile import cuda_src_root
 from memra_lowlevel.driver.host import runner
 
 I32, F32 = np.int32, np.float32
-SOURCE = (cuda_src_root() / "recur/delta.cu").read_text()
-BARRIER = "__syncthreads();"
-PLACES = [m.start() for m in re.finditer(re.escape(BARRIER), SOURCE)]
 
 
 def run(source, rule="GATED", n_rows=3, order="forward", **how):
@@ -45,18 +38,6 @@ def test_clean(rule, order):
 def test_no_undefined_behaviour():
     for rule in ("GATED", "KDA"):
         assert np.isfinite(run("recur/delta.cu", rule, sanitize="undefined")).all()
-
-
-def test_there_are_barriers_to_take_away():
-    assert len(PLACES) == 4
-
-
-@pytest.mark.parametrize("which", range(len(PLACES)))
-def test_every_barrier_is_needed(which):
-    source = SOURCE[: PLACES[which]] + SOURCE[PLACES[which] + len(BARRIER) :]
-    with pytest.raises((errors.DataRace, errors.UninitialisedRead)):
-        for order in ("forward", "reverse"):
-            run(source, order=order)
 
 
 def test_chain_kernel_is_clean():

@@ -1,22 +1,15 @@
-"""Check mode: the kernels are clean, and each barrier that is taken away is reported."""
-
-import re
+"""Check mode: the kernels of planes are clean in every order of threads."""
 
 import numpy as np
 import pytest
 from rig import normal
 
-from memra_lowlevel import errors
-from memra_lowlevel.compile import cuda_src_root
 from memra_lowlevel.driver.host import runner
 from memra_lowlevel.formats import FORMATS, Q5_1, Q8_0
 from memra_lowlevel.kernels import kv_attend
 
 I32, F32 = np.int32, np.float32
-ATTEND = (cuda_src_root() / "kv/attend.cu").read_text()
 PARTIAL = "attend_partial<Q8_0, Q5_1, {d}, {d}, {queries}>"
-BARRIER = "__syncthreads();"
-N_BARRIERS = ATTEND.count(BARRIER)
 
 
 def run_partial(
@@ -89,22 +82,3 @@ def test_attention_has_no_undefined_behaviour():
         partial, length = run_partial("kv/attend.cu", d, 16, 5, 3, sanitize="undefined")
         out = run_combine("kv/attend.cu", partial, length, sanitize="undefined")
         assert np.isfinite(out).all()
-
-
-def test_there_are_barriers_to_take_away():
-    assert N_BARRIERS >= 6
-
-
-@pytest.mark.parametrize("which", range(N_BARRIERS))
-def test_every_barrier_is_needed(which):
-    place = [m.start() for m in re.finditer(re.escape(BARRIER), ATTEND)][which]
-    source = ATTEND[:place] + ATTEND[place + len(BARRIER) :]
-    in_combine = place > ATTEND.index("attend_combine(")
-    partial, length = run_partial("kv/attend.cu", length=300)
-    with pytest.raises(errors.HostCheckError) as caught:
-        for order in ("forward", "reverse"):
-            if in_combine:
-                run_combine(source, partial, length, order=order)
-            else:
-                run_partial(source, length=300, order=order)
-    assert isinstance(caught.value, (errors.DataRace, errors.UninitialisedRead)), caught.value

@@ -1,22 +1,15 @@
-"""Check mode: the layer cache's kernels are clean, and each barrier taken away is reported."""
+"""Check mode: the layer cache's kernels are clean in every order of threads."""
 
 from __future__ import annotations
-
-import re
 
 import numpy as np
 import pytest
 from lkv_data import gen
 
-from memra_lowlevel import errors
-from memra_lowlevel.compile import cuda_src_root
 from memra_lowlevel.driver.host import runner
 
 F32, I32 = np.float32, np.int32
-SOURCES = {
-    name: (cuda_src_root() / f"layer_kv/{name}.cu").read_text() for name in ("exact", "states")
-}
-BARRIER = "__syncthreads();"
+SOURCES = ("exact", "states")
 
 
 def nans(*shape):
@@ -152,20 +145,3 @@ def run(name, source, order):
 @pytest.mark.parametrize("name", SOURCES)
 def test_kernels_are_clean(name, order):
     run(name, f"layer_kv/{name}.cu", order)
-
-
-MUTANTS = [(name, i) for name, text in SOURCES.items() for i in range(text.count(BARRIER))]
-
-
-def test_there_are_barriers_to_take_away():
-    assert len(MUTANTS) >= 17
-
-
-@pytest.mark.parametrize(("name", "which"), MUTANTS)
-def test_every_barrier_is_needed(name, which):
-    text = SOURCES[name]
-    place = [m.start() for m in re.finditer(re.escape(BARRIER), text)][which]
-    source = text[:place] + text[place + len(BARRIER) :]
-    with pytest.raises((errors.DataRace, errors.UninitialisedRead)):
-        for order in ("forward", "reverse"):
-            run(name, source, order)
