@@ -26,6 +26,7 @@ GROUPS = {
     "append": "attend:measure_append",
     "attend": "attend:measure_attend",
     "rows": "attend:measure_rows",
+    "latent": "latent:measure_latent",
     "model": "model:measure_model",
     "round": "model:measure_round",
     "compile": "compiling:measure_compile",
