@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import io
 import sys
 from collections.abc import Sequence
 
@@ -62,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _guarded(args: argparse.Namespace) -> int:
     from .errors import MemraError
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A model's text has any character; a terminal that cannot show one must not end the run.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return int(args.run(args) or 0)
     except MemraError as error:
@@ -70,6 +74,10 @@ def _guarded(args: argparse.Namespace) -> int:
     except BrokenPipeError:
         # The reader of a pipe went away; nothing is left to be said, not at shutdown either.
         sys.stdout = None
+        return 1
+    except OSError as error:
+        # A full disk behind stdout, a file that cannot be opened: nothing of ours is wrong.
+        print(f"memra-lowlevel: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--device", help="cuda:N or host (default: cuda:0 where there is one, else host)")
     add("--model", default="smollm2", help="smollm2 (default), tiny, hybrid, or a GGUF file")
-    add("--prompt", help="text to continue, or with --chat the question")
+    add("--prompt", type=_text, help="text to continue, or with --chat the question")
     add("--tokens", type=_positive, default=24, metavar="N", help="tokens to generate (24)")
     add("--draft-len", type=_positive, default=4, metavar="K", help="drafts per round (4)")
     add(
@@ -371,6 +372,14 @@ def _parse_drafter(name: str) -> tuple[str, int | None]:
     if kind == "early-exit" and (not colon or number.isdigit()):
         return kind, int(number) if colon else None
     raise MemraError(f"--drafter {name!r} is not known; use early-exit, early-exit:LAYERS or ngram")
+
+
+def _text(words: str) -> str:
+    # What the locale could not decode reaches us as surrogates; its bytes may still be UTF-8.
+    try:
+        return os.fsencode(words).decode() if not words.isascii() else words
+    except UnicodeError:
+        raise argparse.ArgumentTypeError("the text is not UTF-8") from None
 
 
 def _positive(text: str) -> int:

@@ -21,7 +21,7 @@ ANYTHING = {"cli", "debug", "demo", "bench", "examples", "__init__"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "closing": set(),
+    "closing": {"errors"},
     "paths": set(),
     "native": {"errors"},
     "formats": {"errors"},

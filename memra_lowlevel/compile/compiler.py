@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from .. import expect
 from ..errors import CompileError, Diagnostic
 from . import arch as archs
 from . import cubin as cubins
@@ -95,6 +97,7 @@ def compile_source(
         With ``diagnostics`` as data: file, line, column, message, source line.
     HeaderNotFound, ArchUnsupported, ToolkitMismatch, CompilerNotFound
     """
+    expect.kind("compile_source: source", source, str, "a text", "compile_file takes a path")
     return _compile(
         source, name, arch, name_expressions, defines or {}, include_dirs, options, cache
     )
@@ -114,6 +117,8 @@ def compile_file(
 
     Everything else is as for :func:`compile_source`.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise expect.refusal("compile_file: path", path, "a path")
     found = Path(path)
     if not found.is_absolute() and not found.is_file():
         below = sources.cuda_src_root() / found
@@ -170,10 +175,16 @@ def _compile(
     cache: bool | KernelCache,
 ) -> CompiledImage:
     chosen = CompileOptions.of(options)
-    if isinstance(name_expressions, str):
-        name_expressions = (name_expressions,)
-    names = tuple(dict.fromkeys(name_expressions))
-    folders = tuple(include_dirs)
+    expect.kind("compile: arch", arch, str, "an architecture name, such as device.arch")
+    expect.kind("compile: name", name, str, "a str")
+    if isinstance(defines, Mapping) and all(isinstance(n, str) for n in defines):
+        for define in defines:
+            if not re.fullmatch(r"[A-Za-z_]\w*(\([^)]*\))?", define, re.ASCII):
+                raise expect.refusal("compile: defines", define, "names of the preprocessor")
+    else:
+        raise expect.refusal("compile: defines", defines, "a mapping of names to values")
+    names = tuple(dict.fromkeys(_texts("name_expressions", name_expressions)))
+    folders = _texts("include_dirs", include_dirs)
     closure = sources.read(text, name=name, include_dirs=folders)
     if arch == archs.HOST:
         return _compile_host(text, closure, names, defines, folders, chosen)
@@ -182,6 +193,11 @@ def _compile(
         stored = _from_stores(closure, arch, flags, names)
         if stored is not None:
             return stored
+        known = nvrtc.remembered()
+        if known is not None:
+            stored = _made_before(known, arch, flags, closure, names, cache)
+            if stored is not None:
+                return stored
     compiler = nvrtc.library()
     target = archs.resolve(arch, compiler.archs, compiler=compiler.name, families=compiler.families)
     _tell(target)
@@ -203,6 +219,44 @@ def _compile(
         image = replace(image, want=target.want, rung=target.rung)
         _memory[key] = image
         return image
+
+
+def _texts(what: str, values: object) -> tuple[Any, ...]:
+    """Give one name or path, or several, as a tuple."""
+    if isinstance(values, str | os.PathLike):
+        return (values,)
+    if not isinstance(values, Iterable) or isinstance(values, bytes):
+        raise expect.refusal(f"compile: {what}", values, "a list of str")
+    found = tuple(values)
+    for value in found:
+        if not isinstance(value, str | os.PathLike):
+            raise expect.refusal(f"compile: {what}", value, "a str")
+    return found
+
+
+def _made_before(
+    compiler: nvrtc.Library,
+    arch: str,
+    flags: Sequence[str],
+    closure: sources.Closure,
+    names: tuple[str, ...],
+    cache: bool | KernelCache,
+) -> CompiledImage | None:
+    """Look up what this compiler made, without loading it."""
+    target = archs.resolve(arch, compiler.archs, compiler=compiler.name, families=compiler.families)
+    key = cache_key(compiler, target.arch, flags, closure, names)
+    image = _memory.get(key)
+    if image is not None:
+        return replace(image, want=target.want, rung=target.rung, origin="memory")
+    disk = cache if isinstance(cache, KernelCache) else default_cache()
+    image = disk.get(key, label(closure.name), target.arch)
+    if image is None:
+        return None
+    _tell(target)
+    image = replace(image, want=target.want, rung=target.rung)
+    with _guard:
+        _memory[key] = image
+    return image
 
 
 def cache_key(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import expect
 from ..errors import Diagnostic
 from .logs import Resources
 from .signature import ParamDecl, Signature
@@ -70,6 +71,7 @@ class CompiledImage:
 
     def symbol(self, name_expression: str) -> str | None:
         """Symbol of a kernel by its name or name expression, blanks aside; None if absent."""
+        expect.kind("kernel", name_expression, str, "a name or name expression")
         if name_expression in self.entries:
             return self.entries[name_expression]
         wanted = "".join(name_expression.split())

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .. import expect
 from ..closing import Closing
 from ..driver.table import FuncAttribute
 from ..errors import ArgumentError, ClosedError, DriverError
@@ -163,6 +164,7 @@ class Module(Closing):
         ArgumentError
             When the module has no such kernel, or its parameters differ from the source's.
         """
+        expect.kind(f"{self.image.name}: kernel", name, str, "a name or name expression")
         kernel = self._kernels.get(name)
         if kernel is not None:
             return kernel

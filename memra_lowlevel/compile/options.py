@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from .. import expect
+
 __all__ = ["CompileOptions", "Defines", "define_flags"]
 
 Defines = Mapping[str, "str | int | bool | None"]
@@ -54,13 +56,12 @@ class CompileOptions:
             return cls()
         if isinstance(value, cls):
             return value
-        assert not isinstance(value, CompileOptions)
+        if not isinstance(value, Mapping):
+            raise expect.refusal("options", value, "CompileOptions, or a mapping of its fields")
         unknown = set(value) - {f.name for f in fields(cls)}
         if unknown:
             known = ", ".join(f.name for f in fields(cls))
-            raise TypeError(
-                f"unknown compile option {sorted(unknown)[0]!r}; the options are {known}"
-            )
+            raise expect.refusal("options", str(sorted(map(str, unknown))[0]), f"one of {known}")
         return cls(**value)  # type: ignore[arg-type]
 
     def nvrtc_flags(self) -> tuple[str, ...]:

@@ -111,6 +111,14 @@ def read(source: str | Path, *, name: str = "", include_dirs: Iterable[str | Pat
         folders.append(cuda_src_root())
     path = source.resolve() if isinstance(source, Path) else None
     text = _text_of(path) if path is not None else str(source)
+    for what, part in (("source", text), ("name", name)):
+        try:
+            part.encode()
+        except UnicodeEncodeError as error:
+            raise CompileError(
+                f"{name[:60]!a}: the {what} has a lone surrogate at character {error.start}, which "
+                "no file can hold; decode what you read as UTF-8 without errors='surrogateescape'"
+            ) from None
     reader = _Reader(folders)
     main = name or (reader.canonical(path, "") if path is not None else "source.cu")
     reader.taken[main] = path

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import expect, native
+from ..closing import Closing
 from ..compile import Kernel
 from ..driver.table import LaunchAttributes
 from ..driver.trace import caller
@@ -124,6 +125,8 @@ class PreparedLaunch:
             users.add(self)
         for storage in operands.values():
             storage.users.add(self)
+
+    __reduce_ex__ = Closing.__reduce_ex__
 
     def launch(self, stream: Stream) -> None:
         """Launch on ``stream``, with the parameters as they are now."""
