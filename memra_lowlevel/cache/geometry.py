@@ -73,6 +73,11 @@ class KvGeometry:
             raise PlaneError(
                 f"KvLayer: window {window} must lie in 1..{MAX_ROWS}, or be None for all rows"
             )
+        if ring is not None and ring.rows < min(ring.window, max_ctx):
+            raise PlaneError(
+                f"KvLayer: a ring of {ring.rows} rows cannot hold its window of {ring.window}; "
+                "take swa_ring_rows(window, max_ctx, chunk=rows of an append, slack=…)"
+            )
         if ring is not None and ring.window != window:
             raise PlaneError(
                 f"KvLayer: the ring keeps rows for a window of {ring.window}, but the layer "

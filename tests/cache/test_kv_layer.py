@@ -171,6 +171,7 @@ def test_refusals_move_nothing(device, stream):
         ((8, 2, 64), {"window": 0}, PlaneError),
         ((8, 2, 64), {"window": 4, "ring": KvRing(8, 5)}, PlaneError),
         ((8, 2, 64), {"ring": KvRing(8, 5)}, PlaneError),
+        ((64, 2, 64), {"window": 16, "ring": KvRing(15, 16)}, PlaneError),
     ],
 )
 def test_impossible_layers(device, args, options, error):
@@ -351,6 +352,27 @@ def test_ring_refusals(device, stream):
     layer.set_len(stream, 0)
     assert layer.base_d.to_numpy(stream)[0] == 0
     usable(device, stream, layer)
+    layer.close()
+
+
+def test_a_ring_attends_no_more_than_its_window(device, stream):
+    layer = KvLayer.allocate(device, 500, 1, HEAD, window=16, ring=KvRing(64, 16, slack=0))
+    pair = Pair(device, stream, np.random.default_rng(8), 1, layer)
+    for _ in range(70):
+        layer.prepare(stream, 1)
+        step(layer, stream, pair)
+    assert layer.ring.base > 0
+    q = device.zeros((1, 1, HEAD), np.float32, stream)
+    out = device.from_numpy(np.full((1, 1, HEAD), np.nan, np.float32), stream)
+    for window in (0, 17, 500):  # how many rows these found would depend on the last rebase
+        with pytest.raises(PlaneError, match="keeps rows for a window of 16"):
+            layer.attend(stream, q, out, window=window)
+    with pytest.raises(ArgumentError, match="window"):
+        layer.attend(stream, q, out, window=-1)
+    assert np.isnan(out.to_numpy(stream)).all()
+    for window in (1, 16, None):
+        layer.attend(stream, q, out, window=window)
+        assert np.isfinite(out.to_numpy(stream)).all()
     layer.close()
 
 
