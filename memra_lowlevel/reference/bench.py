@@ -25,4 +25,5 @@ def read(words: npt.NDArray[np.uint32], n_threads: int) -> npt.NDArray[np.uint32
 
 def copy(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
     """Copy."""
-    return words.copy()
+    copied: npt.NDArray[np.uint32] = words.copy()
+    return copied
