@@ -24,7 +24,15 @@ def _gpu_present() -> bool:
         return False
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def _scale() -> int:
+    return int(os.environ.get("MEMRA_TEST_SCALE", "1"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if _scale() > 1:
+        limit = float(config.getini("timeout") or 0)
+        for item in items:
+            item.add_marker(pytest.mark.timeout(limit * _scale()))
     if not any(item.get_closest_marker("gpu") for item in items) or _gpu_present():
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
@@ -36,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def scale() -> int:
     """Factor for the length of walks and property tests; 1 in CI."""
-    return int(os.environ.get("MEMRA_TEST_SCALE", "1"))
+    return _scale()
 
 
 @pytest.fixture(params=ON_BOTH_DEVICES, scope="module")
