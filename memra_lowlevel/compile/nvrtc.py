@@ -1,16 +1,20 @@
 """NVRTC, the run-time compiler. The only module that imports ``cuda.bindings.nvrtc``.
 
-Nothing is loaded before :func:`library` is first called. NVRTC works without a driver and without
-a GPU. The bindings release the interpreter's lock while it compiles, so threads compile in
-parallel.
+Nothing is loaded before :func:`library` is first called, and a start that finds all its code in the
+cache never calls it: :func:`remembered` tells what the last process loaded. NVRTC works without a
+driver and without a GPU. The bindings release the interpreter's lock while it compiles, so threads
+compile in parallel.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
+import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +24,7 @@ from typing import Any
 from ..errors import CompileError, ToolkitMismatch
 from ..paths import cache_root
 
-__all__ = ["Library", "Output", "compile_program", "library"]
+__all__ = ["Library", "Output", "compile_program", "library", "loaded", "remembered"]
 
 _REMEDY = (
     "Install the compiler that fits the bindings: "
@@ -102,13 +106,49 @@ def library() -> Library:
     version = _call(api, "nvrtcVersion")
     archs = _call(api, "nvrtcGetSupportedArchs")[0]
     path = _loaded_path()
-    return Library(
+    found = Library(
         (int(version[0]), int(version[1])),
         path,
         _library_digest(path) if path else "unknown",
         tuple(int(a) for a in archs),
         bindings_version(),
     )
+    if path:
+        _remember(found)
+    return found
+
+
+def loaded() -> bool:
+    """Whether this process has loaded NVRTC."""
+    return _api.cache_info().currsize > 0
+
+
+def remembered() -> Library | None:
+    """Describe, without loading it, the library that a process like this one loaded last.
+
+    None when NVRTC is loaded (:func:`library` is free then), when nothing is remembered, or when
+    anything that decides which library is loaded has changed: its files, the installed packages,
+    the interpreter's prefix, the variables of the search. Whoever compiles asks :func:`library`;
+    this answer only finds code that an equal compiler made before.
+    """
+    return None if loaded() else _remembered(cache_root(), _search())
+
+
+@functools.lru_cache(maxsize=8)
+def _remembered(root: Path, search: tuple[str, ...]) -> Library | None:
+    try:
+        known = json.loads(_memo(root, search).read_text())
+        if known["identity"] != _identity(known["path"]):
+            return None
+        return Library(
+            (int(known["version"][0]), int(known["version"][1])),
+            str(known["path"]),
+            str(known["digest"]),
+            tuple(int(a) for a in known["archs"]),
+            str(known["bindings"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None
 
 
 def bindings_version() -> str:
@@ -217,13 +257,8 @@ def _library_digest(path: str) -> str:
     The kept answer is bound to size, inode and both time stamps (the change time cannot be set by
     a program), and only saves time: it is never asked whether a *source* is fresh.
     """
-    folder = Path(path).resolve().parent
-    files = sorted({Path(path).resolve(), *folder.glob("libnvrtc-builtins*")})
-    identity = []
-    for file in files:
-        s = file.stat()
-        identity.append([str(file), s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns])
-    memo = cache_root() / "libraries" / f"nvrtc-{_hash(str(folder).encode())[:16]}.json"
+    identity = _identity(path)
+    memo = _memo(cache_root(), (str(Path(path).resolve().parent),), "digest")
     try:
         known = json.loads(memo.read_text())
         if known["identity"] == identity:
@@ -231,19 +266,72 @@ def _library_digest(path: str) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         pass
     whole = hashlib.blake2b(digest_size=20)
-    for file in files:
+    for file, *_ in identity:
         with open(file, "rb") as stream:
             while block := stream.read(1 << 22):
                 whole.update(block)
     digest = whole.hexdigest()
+    _publish(memo, {"identity": identity, "digest": digest})
+    return digest
+
+
+def _identity(path: str) -> list[list[Any]]:
+    """Name, size, inode and both time stamps of the library and of its built-ins."""
+    whole = Path(path).resolve()
+    identity = []
+    for file in sorted({whole, *whole.parent.glob("libnvrtc-builtins*")}):
+        s = file.stat()
+        identity.append([str(file), s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns])
+    return identity
+
+
+def _search() -> tuple[str, ...]:
+    """Everything outside the library that decides which one a process loads.
+
+    An installation shows in the time stamps of the folders that hold the packages.
+    """
+    variables = ("LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX")
+    decides = [sys.prefix, *(os.environ.get(name, "") for name in variables)]
+    for entry in sys.path:
+        for place in ("nvidia", "cuda"):
+            folder = os.path.join(entry or ".", place)
+            with contextlib.suppress(OSError):
+                stamps = os.stat(folder).st_mtime_ns, os.stat(entry or ".").st_mtime_ns
+                decides.append(f"{folder} {stamps}")
+    return tuple(decides)
+
+
+def _remember(found: Library) -> None:
+    memo = _memo(cache_root(), _search())
+    try:
+        content = {
+            "identity": _identity(found.path),
+            "path": found.path,
+            "digest": found.digest,
+            "version": list(found.version),
+            "archs": list(found.archs),
+            "bindings": found.bindings,
+        }
+        if memo.exists() and json.loads(memo.read_text()) == content:
+            return
+    except (OSError, ValueError):
+        return
+    _publish(memo, content)
+
+
+def _memo(root: Path, decides: tuple[str, ...], what: str = "nvrtc") -> Path:
+    return root / "libraries" / f"{what}-{_hash(json.dumps(decides).encode())[:16]}.json"
+
+
+def _publish(memo: Path, content: dict[str, Any]) -> None:
+    """Write a memo in one step; a folder that cannot take it only costs time."""
     try:
         memo.parent.mkdir(parents=True, exist_ok=True)
-        scratch = memo.with_suffix(f".{os.getpid()}.tmp")
-        scratch.write_text(json.dumps({"identity": identity, "digest": digest}))
+        scratch = memo.with_suffix(f".{os.getpid()}.{threading.get_ident()}.tmp")
+        scratch.write_text(json.dumps(content))
         os.replace(scratch, memo)
     except OSError:
         pass
-    return digest
 
 
 def _hash(data: bytes) -> str:

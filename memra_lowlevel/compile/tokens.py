@@ -7,6 +7,7 @@ kernel signatures stand on it.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -91,11 +92,19 @@ def tokens(text: str) -> Iterator[Token]:
             )
 
 
-def includes(text: str) -> Iterator[Include]:
-    """Yield every ``#include`` of ``text`` in order, those under conditions too."""
+@functools.lru_cache(maxsize=256)
+def includes(text: str) -> tuple[Include, ...]:
+    """Give every ``#include`` of ``text`` in order, those under conditions too.
+
+    Kept by content: most sources include the same headers.
+    """
+    return tuple(_includes(text))
+
+
+def _includes(text: str) -> Iterator[Include]:
     # Includes stand at the top: nothing behind the last line that spells one can be one.
     last = max((m.start() for m in _MAYBE.finditer(text)), default=-1)
-    if _ODD.search(text):
+    if ("\\\n" in text or "\\\r" in text or "/*" in text) and _ODD.search(text):
         last = len(text)
     depth = 0
     for token in tokens(text):

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..compile import CompiledImage, compile_file
-from ..errors import ArgumentError
+from ..compile import CompiledImage, Job, compile_many, cuda_src_root
+from ..errors import ArgumentError, CompileError
 
 if TYPE_CHECKING:
     from ..compile import Kernel
@@ -29,6 +29,7 @@ __all__ = [
     "all_specs",
     "kernel",
     "kernels",
+    "preload",
     "register",
     "spec",
 ]
@@ -186,21 +187,48 @@ def kernels(device: Device, wanted: Sequence[tuple[str, Instance]]) -> list[Kern
     missing = [key for key in dict.fromkeys(keys) if key not in memo]
     if missing:
         with _lock:
-            for source in dict.fromkeys(source for _, source, _ in missing):
-                names = [key[2] for key in missing if key[1] == source and key not in memo]
-                _load(device, source, names)
+            _load(device, [key for key in missing if key not in memo])
     return [memo[key] for key in keys]
 
 
-def images(arch: str, specs: Iterable[KernelSpec] | None = None) -> dict[str, CompiledImage]:
-    """Compile the ahead-of-time instances for an architecture, one image per source."""
+def preload(
+    device: Device, specs: Iterable[KernelSpec] | None = None, *, workers: int | None = None
+) -> int:
+    """Compile, in parallel or from the cache, and load every ahead-of-time instance.
+
+    Afterwards nothing of ``specs`` is compiled or loaded any more, so that it may first be launched
+    inside a capture. A start that finds everything in the cache does not load NVRTC.
+
+    Parameters
+    ----------
+    device : Device
+    specs : iterable of KernelSpec, optional
+        Default: all.
+    workers : int, optional
+        Threads; default one per core.
+
+    Returns
+    -------
+    int
+        Modules that were loaded.
+    """
+    chosen = specs if specs is not None else all_specs()
+    keys = dict.fromkeys((__name__, s.source, name) for s in chosen for name in s.expressions)
+    with _lock:
+        return _load(device, [key for key in keys if key not in device.memo], workers)
+
+
+def images(
+    arch: str, specs: Iterable[KernelSpec] | None = None, *, workers: int | None = None
+) -> dict[str, CompiledImage]:
+    """Compile the ahead-of-time instances for an architecture, one image per source.
+
+    Several sources are compiled in parallel threads.
+    """
     by_source: dict[str, list[str]] = {}
     for s in specs if specs is not None else all_specs():
         by_source.setdefault(s.source, []).extend(s.expressions)
-    return {
-        source: compile_file(source, arch=arch, name_expressions=_templates(names))
-        for source, names in by_source.items()
-    }
+    return _images(arch, by_source, workers)
 
 
 def oracle(name: str) -> Callable[..., Any]:
@@ -210,13 +238,32 @@ def oracle(name: str) -> Callable[..., Any]:
     return found
 
 
-def _load(device: Device, source: str, names: list[str]) -> None:
-    if not names:
-        return
-    image = compile_file(source, arch=device.arch, name_expressions=_templates(names))
-    module = device.module(image)
-    for name in names:
-        device.memo[(__name__, source, name)] = module.kernel(name)
+def _load(device: Device, keys: Iterable[tuple[str, str, str]], workers: int | None = None) -> int:
+    by_source: dict[str, list[str]] = {}
+    for _, source, name in keys:
+        by_source.setdefault(source, []).append(name)
+    for source, image in _images(device.arch, by_source, workers).items():
+        module = device.module(image)
+        for name in by_source[source]:
+            device.memo[(__name__, source, name)] = module.kernel(name)
+    return len(by_source)
+
+
+def _images(
+    arch: str, by_source: Mapping[str, Sequence[str]], workers: int | None
+) -> dict[str, CompiledImage]:
+    # The largest first, so that no thread begins a long one when the others are done.
+    root = cuda_src_root()
+    order = sorted(by_source, key=lambda source: -len(by_source[source]))
+    jobs = [Job(root / source, arch, _templates(by_source[source])) for source in order]
+    made = dict(zip(order, compile_many(jobs, workers=workers), strict=True))
+    found: dict[str, CompiledImage] = {}
+    for source in by_source:
+        image = made[source]
+        if isinstance(image, CompileError):
+            raise image
+        found[source] = image
+    return found
 
 
 def _templates(names: Iterable[str]) -> tuple[str, ...]:

@@ -90,3 +90,30 @@ def test_loading_is_refused_under_capture_and_works_before(device, stream):
         assert np.array_equal(plane.to_numpy(stream)[:128], BF16.encode(x.to_numpy(stream))[0])
     assert length.to_numpy(stream) == 3
     step.close()
+
+
+def test_preload_leaves_nothing_to_load(device, stream, monkeypatch):
+    specs = [registry.spec(name) for name in ("set_counters", "add_counters", "append_kv")]
+    for key in [k for k in device.memo if k[0] == registry.__name__]:
+        del device.memo[key]
+    assert registry.preload(device, specs) == 2  # one module per source
+    assert registry.preload(device, specs) == 0
+
+    def refused(*args, **more):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(registry, "compile_many", refused)
+    with stream.capture("first use") as graph:  # loading would be refused here
+        for s in specs:
+            for instance in s.instances:
+                assert registry.kernel(device, s.name, **instance).name
+    graph.close()
+
+
+def test_a_source_that_does_not_compile_is_raised(device):
+    bad = KernelSpec(
+        name="bad", source="kv/counters.cu", entry="no_such_template<{n}>", oracle="a:b",
+        tolerance=Tolerance("bitwise", 0.0, "x"), instances=({"n": 1},),
+    )  # fmt: skip
+    with pytest.raises(errors.CompileError):
+        registry.preload(device, [registry.spec("move_rows"), bad])
