@@ -38,7 +38,7 @@ assert bad(); good()
 
 def python(body, expect=0):
     program = PROLOGUE + textwrap.dedent(body)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120)
+    done = subprocess.run([sys.executable, "-u", "-c", program], capture_output=True, timeout=120)
     out = done.stdout.decode() + done.stderr.decode()
     assert done.returncode == expect, out
     return out

@@ -100,7 +100,7 @@ def test_address_sanitizer_in_a_process_of_its_own(case, says):
         "ASAN_OPTIONS": "detect_leaks=0:handle_segv=0:allow_user_segv_handler=1",
     }
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(ADDRESS), str(case)], env=environment,
+        [sys.executable, "-u", "-c", textwrap.dedent(ADDRESS), str(case)], env=environment,
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode != 0 and "alive" in done.stdout and "not reached" not in done.stdout
