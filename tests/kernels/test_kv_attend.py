@@ -9,7 +9,9 @@ from memra_lowlevel.driver.host import host_options
 from memra_lowlevel.formats import BF16, E4M3, F16, F32, FORMATS, Q4_0, Q5_1, Q8_0
 from memra_lowlevel.kernels import kv_attend, registry
 
-LENGTHS = [1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257]
+LENGTHS = [
+    1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 255, 256, 257
+]  # fmt: skip
 BOUND = registry.spec("attend_partial").tolerance.value
 
 
@@ -34,17 +36,25 @@ def agree(planes, q, length, **options):
     return got
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_lengths_around_every_edge(stream, head_dim):
-    planes, rng = filled(stream, 2, head_dim, 300, seed=head_dim)
+@pytest.mark.parametrize(
+    ("n_kv_heads", "head_dim"), [(2, 64), (1, 96), (2, 96), (2, 128), (2, 256)]
+)
+def test_lengths_around_every_edge(stream, n_kv_heads, head_dim):
+    planes, rng = filled(stream, n_kv_heads, head_dim, 300, seed=head_dim)
     for length in LENGTHS:
-        agree(planes, normal(rng, 1, 6, head_dim), length - 1)
+        agree(planes, normal(rng, 1, 3 * n_kv_heads, head_dim), length - 1)
 
 
-@pytest.mark.parametrize("length", [4095, 4096, 4097])
+@pytest.mark.parametrize("length", [511, 512, 513, 2047, 2048, 2049, 4095, 4096, 4097])
 def test_long_contexts(stream, length):
     planes, rng = filled(stream, 1, 64, 4200)
     agree(planes, normal(rng, 1, 3, 64), length - 1)
+
+
+def test_contexts_around_16384(stream):
+    planes, rng = filled(stream, 1, 64, 16_385)
+    for length in (16_383, 16_384, 16_385):
+        agree(planes, normal(rng, 1, 1, 64), length - 1)
 
 
 def test_context_of_32768(stream):
