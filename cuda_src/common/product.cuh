@@ -1,10 +1,11 @@
-// Products of a few rows of activations with a weight matrix, a few outputs per block of threads.
+// Products of a few rows of activations with weight matrices, a few outputs per block of threads.
 //
 // A block of threads owns OUTS neighbouring outputs and all columns of them. The columns are cut into
 // slices at fixed places; a unit is one output of one slice, done by one thread for all rows, so each
 // weight is read once. A unit's sum lies in shared memory,
 //
 //   parts[r][slice][out]   f32 [n_rows, n_slices, OUTS]
+//   squares[r][block]      f32 [n_rows, n_blocks], of the activations, for a norm
 //
 // and after a barrier any thread may add up the slices of an output, in one fixed order. The number of
 // threads decides only who does what: no bit depends on it, nor on the number of rows.
@@ -15,11 +16,6 @@
 #include "common/dependent.cuh"
 #include "common/tiles.cuh"
 
-// Most threads of a block. They bound the registers, to 96 and 128: what 32 weights, 32 activations
-// and the next weights need.
-constexpr int TILE_THREADS = 576;  // 32 outputs by 18 slices
-constexpr int FEW_THREADS = 512;   // 8 outputs by 64 slices
-
 // Where the columns of a matrix are cut: a function of its shape alone.
 struct Cut {
     int n_blocks;      // of 32 columns
@@ -27,76 +23,99 @@ struct Cut {
     int n_slices;
 };
 
-// Thread `thread` of `n_threads` that share the work.
-template <class Tile, int OUTS>
+// No second matrix.
+struct NoTile {
+    static constexpr int BYTES = 0;
+    __device__ __forceinline__ void fetch(const uint8_t*, int) {}
+    __device__ __forceinline__ void decode(float*) const {}
+};
+
+// The same outputs of two matrices A and B (or of A alone) of one shape, multiplied by the same rows.
+template <int OUTS, class A, class B = NoTile>
 class Product {
   public:
-    // w: tiles of the matrix; the block's outputs begin at `first`, a multiple of OUTS.
-    __device__ __forceinline__ Product(const uint8_t* __restrict__ w, int first, Cut cut,
-                                       const float* __restrict__ gain,  // null: no norm
-                                       int thread, int n_threads)
-        : tile_(w + size_t(first / TILE_ROWS) * cut.n_blocks * Tile::BYTES),
+    // a, b: tiles; the block's outputs begin at `first`, a multiple of OUTS. gain: f32 [32 * n_blocks]
+    // of a norm, or null.
+    __device__ __forceinline__ Product(const uint8_t* __restrict__ a,
+                                       const uint8_t* __restrict__ b, int first, Cut cut,
+                                       const float* __restrict__ gain)
+        : a_(a + size_t(first / TILE_ROWS) * cut.n_blocks * A::BYTES),
+          b_(b + size_t(first / TILE_ROWS) * cut.n_blocks * B::BYTES),
           lane_(first % TILE_ROWS),
           cut_(cut),
-          gain_(gain),
-          thread_(thread),
-          n_threads_(n_threads) {
-        if (thread_ < units()) {
-            Tile stored;
-            const int block = slice(thread_) * cut_.slice_blocks;
-            fetch(&stored, thread_, block);
+          gain_(gain) {
+        if (int(threadIdx.x) < cut.n_slices * OUTS) {
+            const int block = int(threadIdx.x) / OUTS * cut.slice_blocks;
+            Stored stored;
+            fetch(&stored, threadIdx.x, block);
             take(stored, block);
         }
     }
 
-    __device__ __forceinline__ int units() const { return cut_.n_slices * OUTS; }
-
-    // Leaves the sums of the units; with squares, those of the activations of each slice too.
+    // Leaves the sums of all units, and with `squares` those of the activations.
     //   x  f32 [n_rows, 32 * n_blocks]
-    __device__ __forceinline__ void run(const float* x, int n_rows, float* parts, float* squares) {
-        const int n_units = units();
+    __device__ __forceinline__ void run(const float* x, int n_rows, float* a_parts, float* b_parts,
+                                        float* squares) {
+        const int n_units = cut_.n_slices * OUTS;
         const size_t width = size_t(cut_.n_blocks) * TILE_COLS;
-        for (int unit = thread_; unit < n_units; unit += n_threads_) {
-            const int begin = slice(unit) * cut_.slice_blocks;
+        for (int unit = threadIdx.x; unit < n_units; unit += blockDim.x) {
+            const int begin = unit / OUTS * cut_.slice_blocks;
             const int end = min(begin + cut_.slice_blocks, cut_.n_blocks);
             for (int block = begin; block < end; block++) {
                 // The next weights are under way while these are multiplied.
-                Tile stored;
+                Stored stored;
                 const bool goes_on = block + 1 < end;
-                const int next_unit = goes_on ? unit : unit + n_threads_;
-                const int next_block = goes_on ? block + 1 : slice(next_unit) * cut_.slice_blocks;
+                const int next_unit = goes_on ? unit : unit + blockDim.x;
+                const int next_block = goes_on ? block + 1 : next_unit / OUTS * cut_.slice_blocks;
                 if (AHEAD && next_unit < n_units) fetch(&stored, next_unit, next_block);
                 const float* block_x = x + size_t(block) * TILE_COLS;
                 for (int r = 0; r < n_rows; r++) {
-                    const Activations a(block_x + r * width);
-                    add(parts + size_t(r) * n_units + unit, dot32(weights_, a), block == begin);
-                    if (squares != nullptr && unit % OUTS == 0)
-                        add(squares + r * cut_.n_slices + slice(unit), dot32(a.v, a),
+                    const Activations v(block_x + r * width);
+                    add(a_parts + size_t(r) * n_units + unit, dot32(a_weights_, v), block == begin);
+                    if (BOTH)
+                        add(b_parts + size_t(r) * n_units + unit, dot32(b_weights_, v),
                             block == begin);
                 }
                 if (!AHEAD && next_unit < n_units) fetch(&stored, next_unit, next_block);
                 if (next_unit < n_units) take(stored, next_block);
             }
         }
+        if (squares != nullptr) {  // from the last thread on: those have no unit, or the fewest
+            for (int block = blockDim.x - 1 - threadIdx.x; block < cut_.n_blocks;
+                 block += blockDim.x)
+                for (int r = 0; r < n_rows; r++) {
+                    const Activations v(x + r * width + size_t(block) * TILE_COLS);
+                    squares[r * cut_.n_blocks + block] = dot32(v.v, v);
+                }
+        }
     }
 
   private:
-    // Wide weights would not fit beside those that are multiplied.
-    static constexpr bool AHEAD = sizeof(Tile) <= 40;
+    static constexpr bool BOTH = B::BYTES > 0;
+    // Wide weights would not fit into the registers beside those that are multiplied.
+    static constexpr bool AHEAD = A::BYTES + B::BYTES <= 1280;
 
-    __device__ __forceinline__ static int slice(int unit) { return unit / OUTS; }
+    struct Stored {
+        A a;
+        B b;
+    };
 
-    __device__ __forceinline__ void fetch(Tile* stored, int unit, int block) const {
-        stored->fetch(tile_ + size_t(block) * Tile::BYTES, lane_ + unit % OUTS);
+    __device__ __forceinline__ void fetch(Stored* stored, int unit, int block) const {
+        stored->a.fetch(a_ + size_t(block) * A::BYTES, lane_ + unit % OUTS);
+        stored->b.fetch(b_ + size_t(block) * B::BYTES, lane_ + unit % OUTS);
     }
 
     // The gain of the norm is part of the weights: once per weight, not once per row.
-    __device__ __forceinline__ void take(const Tile& stored, int block) {
-        stored.decode(weights_);
+    __device__ __forceinline__ void take(const Stored& stored, int block) {
+        stored.a.decode(a_weights_);
+        stored.b.decode(b_weights_);
         if (gain_ != nullptr) {
             const Activations gain(gain_ + size_t(block) * TILE_COLS);
 #pragma unroll
-            for (int i = 0; i < TILE_COLS; i++) weights_[i] = weights_[i] * gain.v[i];
+            for (int i = 0; i < TILE_COLS; i++) {
+                a_weights_[i] = a_weights_[i] * gain.v[i];
+                if (BOTH) b_weights_[i] = b_weights_[i] * gain.v[i];
+            }
         }
     }
 
@@ -104,12 +123,13 @@ class Product {
         *to = first ? value : *to + value;
     }
 
-    const uint8_t* tile_;
+    const uint8_t* a_;
+    const uint8_t* b_;
     int lane_;
     Cut cut_;
     const float* gain_;
-    int thread_, n_threads_;
-    float weights_[TILE_COLS];
+    float a_weights_[TILE_COLS];
+    float b_weights_[BOTH ? TILE_COLS : 1];
 };
 
 // Four running sums, then a tree.
@@ -134,6 +154,6 @@ __device__ __forceinline__ float row_sum(const float* parts, Cut cut, int r, int
 
 // What the outputs of row r are multiplied by for its norm: 1 / sqrt(mean of squares + eps).
 __device__ __forceinline__ float row_scale(const float* squares, Cut cut, int r, float eps) {
-    const float total = sum_strided(squares + r * cut.n_slices, cut.n_slices, 1);
+    const float total = sum_strided(squares + r * cut.n_blocks, cut.n_blocks, 1);
     return 1.0f / sqrtf(total / float(cut.n_blocks * TILE_COLS) + eps);
 }

@@ -18,48 +18,59 @@ __device__ __forceinline__ Best better(Best a, Best b) {
     return b.value > a.value || (b.value == a.value && b.id < a.id) ? b : a;
 }
 
-// grid (n_tiles, ceil(n_rows / group)); shared f32 [group, 32], then [group, n_slices, 32 + 1].
+// grid (n_tiles, ceil(n_rows / group)); shared f32 [group, 32 * n_blocks], [group, 32],
+// [group, n_slices, 32], [group, n_blocks].
 //   w        tiles of [n_vocab, 32 * n_blocks]
 //   h, gain  f32 [n_rows, 32 * n_blocks], f32 [32 * n_blocks]
 //   logits   f32 [n_rows, n_vocab]
 //   values, ids  f32 and i32 [n_rows, n_tiles]: the best logit of each tile of 32
 //   sums     f32 [n_rows, n_tiles] or null: sum of exp(logit - best) over the tile
 template <class Tile>
-__global__ void __launch_bounds__(TILE_THREADS)
+__global__ void __launch_bounds__(64, 12)
     logits_rows(const uint8_t* __restrict__ w, const float* h, const float* __restrict__ gain,
                 float* logits, float* values, int32_t* ids, float* NULLABLE sums, int32_t n_rows,
                 int32_t group, int32_t n_vocab, int32_t n_blocks, int32_t slice_blocks, int32_t n_slices,
                 float eps) {
-    DYN_SMEM(float, staged);  // first, for its alignment
+    DYN_SMEM(float, gained);
     const int first_out = blockIdx.x * OUTS;
     const int first_row = blockIdx.y * group;
     const int rows = min(group, n_rows - first_row);
     const int n_outs = min(OUTS, n_vocab - first_out);
     const Cut cut = {n_blocks, slice_blocks, n_slices};
     admit_successor();
-    Product<Tile, OUTS> product(w, first_out, cut, gain,
-                                threadIdx.x, blockDim.x);
+    Product<OUTS, Tile> product(w, nullptr, first_out, cut, nullptr);
     await_predecessor();
 
+    // A block reads each activation many times: its gain is applied once, in shared memory.
+    const int width = n_blocks * TILE_COLS;
+    const float* x = h + size_t(first_row) * width;
+    float* staged = gained + rows * width;
     float* parts = staged + rows * OUTS;
-    float* squares = parts + size_t(rows) * product.units();
-    product.run(h + size_t(first_row) * n_blocks * TILE_COLS, rows, parts, squares);
+    float* squares = parts + size_t(rows) * n_slices * OUTS;
+    for (int i = threadIdx.x; i < rows * width; i += blockDim.x) gained[i] = x[i] * gain[i % width];
+    for (int i = threadIdx.x; i < rows * n_blocks; i += blockDim.x) {
+        const Activations v(x + size_t(i) * TILE_COLS);
+        squares[i] = dot32(v.v, v);
+    }
+    __syncthreads();
+    product.run(gained, rows, parts, nullptr, nullptr);
     __syncthreads();
     for (int i = threadIdx.x; i < rows * OUTS; i += blockDim.x) {
         const int r = i / OUTS;
         const int out = i % OUTS;
-        if (out < n_outs) {
-            const float logit = row_sum<OUTS>(parts, cut, r, out) * row_scale(squares, cut, r, eps);
-            staged[i] = logit;
-            logits[size_t(first_row + r) * n_vocab + first_out + out] = logit;
-        }
+        const float logit =
+            row_sum<OUTS>(parts, cut, r, out) * row_scale(squares, cut, r, eps);
+        staged[i] = out < n_outs ? logit : NAN_F32;
+        if (out < n_outs) logits[size_t(first_row + r) * n_vocab + first_out + out] = logit;
     }
     __syncthreads();
     for (int r = threadIdx.x; r < rows; r += blockDim.x) {
         const float* row = staged + r * OUTS;
         Best best = {NAN_F32, NO_TOKEN};
-        for (int c = 0; c < n_outs; c++)
-            if (row[c] == row[c]) best = better(best, Best{row[c], first_out + c});
+#pragma unroll
+        for (int c = 0; c < OUTS; c++)
+            if (row[c] > best.value || (row[c] == row[c] && best.id == NO_TOKEN))
+                best = Best{row[c], first_out + c};
         const size_t at = size_t(first_row + r) * gridDim.x + blockIdx.x;
         values[at] = best.value;
         ids[at] = best.id;

@@ -9,7 +9,7 @@ constexpr int OUTS = 8;  // 128 bytes of each piece of a tile; many small blocks
 //   h  f32 [n_rows, n_out], updated in place
 // group rows are taken at a time.
 template <class Tile>
-__global__ void __launch_bounds__(FEW_THREADS)
+__global__ void __launch_bounds__(512)
     add_product(const uint8_t* __restrict__ w, const float* x, float* h, int32_t n_rows,
                 int32_t group, int32_t n_out, int32_t n_blocks, int32_t slice_blocks, int32_t n_slices) {
     DYN_SMEM(float, parts);
@@ -18,8 +18,7 @@ __global__ void __launch_bounds__(FEW_THREADS)
     const int rows = min(group, n_rows - first_row);
     const Cut cut = {n_blocks, slice_blocks, n_slices};
     admit_successor();
-    Product<Tile, OUTS> product(w, first_out, cut, nullptr,
-                                threadIdx.x, blockDim.x);
+    Product<OUTS, Tile> product(w, nullptr, first_out, cut, nullptr);
     await_predecessor();
 
     // What is added to is asked for early; an output of a row is one thread's.
@@ -28,7 +27,7 @@ __global__ void __launch_bounds__(FEW_THREADS)
     const int out = first_out + mine % OUTS;
     float* to = h + size_t(first_row + mine / OUTS) * n_out + out;
     const float before = mine < outputs && out < n_out ? *to : 0.0f;
-    product.run(x + size_t(first_row) * n_blocks * TILE_COLS, rows, parts, nullptr);
+    product.run(x + size_t(first_row) * n_blocks * TILE_COLS, rows, parts, nullptr, nullptr);
     __syncthreads();
     if (mine < outputs && out < n_out) *to = before + row_sum<OUTS>(parts, cut, mine / OUTS, mine % OUTS);
     for (int i = mine + blockDim.x; i < outputs; i += blockDim.x) {

@@ -5,6 +5,10 @@
 
 constexpr int OUTS = 32;  // one block of a cache row
 
+struct Turn {
+    float cosine, sine;
+};
+
 struct Side {
     uint8_t* plane;
     int block, n_blocks;  // of the block's columns; of a row
@@ -18,7 +22,8 @@ __device__ __forceinline__ void store_block(const float* x, Side side, int64_t p
     store_quarter<F>(packed, to, g);
 }
 
-// grid (n_out / 32, ceil(n_rows / group)); shared f32 [group, 32], then [group, n_slices, 32 + 1].
+// grid (n_out / 32, ceil(n_rows / group)); shared f32 [group, 32], [group, n_slices, 32],
+// [group, n_blocks].
 //   w        tiles of [n_out, 32 * n_blocks]: columns column ... column + n_out of q | k | v
 //   h, gain  f32 [n_rows, 32 * n_blocks], f32 [32 * n_blocks]
 //   angles   f32 [n_positions, n_rot / 2, 2], (cos, sin), made on the host in float64
@@ -29,7 +34,7 @@ __device__ __forceinline__ void store_block(const float* x, Side side, int64_t p
 // A rotation pair is two neighbouring columns, the pairing of Llama weights as GGUF stores them. Past
 // the table the rotated values are NaN: nothing is read out of bounds, nothing looks right.
 template <class Tile, int KF, int VF>
-__global__ void __launch_bounds__(TILE_THREADS)
+__global__ void __launch_bounds__(608)
     qkv_rows(const uint8_t* __restrict__ w, const float* h, const float* __restrict__ gain,
              const float* __restrict__ angles, const int32_t* pos_d, float* q, uint8_t* k_plane,
              uint8_t* v_plane, const int32_t* len_d, const int32_t* NULLABLE base_d,
@@ -41,35 +46,41 @@ __global__ void __launch_bounds__(TILE_THREADS)
     const int rows = min(group, n_rows - first_row);
     const Cut cut = {n_blocks, slice_blocks, n_slices};
     admit_successor();
-    Product<Tile, OUTS> product(w, blockIdx.x * OUTS, cut, gain,
-                                threadIdx.x, blockDim.x);
+    Product<OUTS, Tile> product(w, nullptr, blockIdx.x * OUTS, cut, gain);
     await_predecessor();
 
     const int position = pos_d[0] + first_row;
     const int64_t slot = int64_t(len_d[0]) + first_row - (base_d == nullptr ? 0 : base_d[0]);
+    const int first = column + blockIdx.x * OUTS;  // q_dim and kv_dim are whole blocks
+    const auto rotated = [&](int pair) {
+        return first < q_dim + kv_dim && (first + pair) % head_dim < n_rot;
+    };
+    const auto turn_of = [&](int r, int pair) {
+        if (!rotated(pair)) return Turn{1.0f, 0.0f};
+        if (position + r < 0 || position + r >= n_positions) return Turn{NAN_F32, NAN_F32};
+        const float* turn = angles + size_t(position + r) * n_rot + (first + pair) % head_dim;
+        return Turn{turn[0], turn[1]};
+    };
+    // The first turn is two loads away; they pass while the product is made.
+    const int mine = threadIdx.x;
+    Turn turn = {1.0f, 0.0f};
+    if (mine < rows * (OUTS / 2)) turn = turn_of(mine / (OUTS / 2), 2 * (mine % (OUTS / 2)));
     float* parts = staged + rows * OUTS;
-    float* squares = parts + size_t(rows) * product.units();
-    product.run(h + size_t(first_row) * n_blocks * TILE_COLS, rows, parts, squares);
+    float* squares = parts + size_t(rows) * n_slices * OUTS;
+    product.run(h + size_t(first_row) * n_blocks * TILE_COLS, rows, parts, nullptr, squares);
     __syncthreads();
 
-    const int first = column + blockIdx.x * OUTS;  // q_dim and kv_dim are whole blocks
-    for (int i = threadIdx.x; i < rows * (OUTS / 2); i += blockDim.x) {
+    for (int i = mine; i < rows * (OUTS / 2); i += blockDim.x) {
         const int r = i / (OUTS / 2);
         const int pair = 2 * (i % (OUTS / 2));
+        if (i != mine) turn = turn_of(r, pair);
         const float scale = row_scale(squares, cut, r, eps);
         float a = row_sum<OUTS>(parts, cut, r, pair) * scale;
         float b = row_sum<OUTS>(parts, cut, r, pair + 1) * scale;
-        const int d = (first + pair) % head_dim;
-        if (first < q_dim + kv_dim && d < n_rot) {
-            float cosine = NAN_F32, sine = NAN_F32;
-            if (position + r >= 0 && position + r < n_positions) {
-                const float* turn = angles + size_t(position + r) * n_rot + d;
-                cosine = turn[0];
-                sine = turn[1];
-            }
-            const float rotated = a * cosine - b * sine;
-            b = a * sine + b * cosine;
-            a = rotated;
+        if (rotated(pair)) {
+            const float turned = a * turn.cosine - b * turn.sine;
+            b = a * turn.sine + b * turn.cosine;
+            a = turned;
         }
         float* out = first < q_dim ? q + size_t(first_row + r) * q_dim + first : staged + r * OUTS;
         out[pair] = a;

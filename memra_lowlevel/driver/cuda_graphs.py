@@ -44,6 +44,9 @@ class _UpdateInfo(ctypes.Structure):
     )
 
 
+_PROGRAMMATIC_EDGE = 1  # CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+
+
 class _Packed:
     """Parameter values laid out as the driver wants them: an array of pointers."""
 
@@ -130,7 +133,16 @@ class CudaGraphs(CudaBase):
         ids = getattr(self._d, "CUkernelNodeAttrID", None) or self._d.CUlaunchAttributeID
         attribute = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         code, values = self._answer("cuGraphKernelNodeGetAttribute", node, attribute)
-        return code == 0 and bool(values[0].programmaticStreamSerializationAllowed)
+        if code == 0 and bool(values[0].programmaticStreamSerializationAllowed):
+            return True
+        # A captured launch leaves it on the edge to its predecessor.
+        call = self._pick("cuGraphNodeGetDependencies_v2", "cuGraphNodeGetDependencies")
+        code, values = self._answer(call, node, 0)
+        if code or not values or not int(values[-1]):
+            return False
+        code, values = self._answer(call, node, int(values[-1]))
+        edges = values[1] if code == 0 and len(values) == 3 else ()
+        return any(int(edge.type) == _PROGRAMMATIC_EDGE for edge in edges)
 
     @driver_call
     def cuGraphMemcpyNodeGetParams(self, node: int) -> MemcpyNodeParams:

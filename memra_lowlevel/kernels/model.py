@@ -131,8 +131,9 @@ registry.register(
 #: Shared memory that the rows of one launch may take together; more rows go to further blocks.
 _SHARED_BYTES = 48 << 10
 _FEW, _TILE = 8, 32  # outputs of a block of threads
-_SLICES = {"add_product": 64, "gate_up_rows": 32, "qkv_rows": 18, "logits_rows": 18}
-"""Most slices of the columns: what a block of threads has a thread per output for."""
+#: Most slices of the columns: as many threads as a block has room for, but for the logits, where
+#: the matrix is large and few blocks must be enough to fill a device.
+_SLICES = {"add_product": 64, "gate_up_rows": 32, "qkv_rows": 18, "logits_rows": 2}
 
 
 class KvRows(Protocol):
@@ -467,13 +468,16 @@ class _Cut:
         self.n_blocks = matrix.n_in // 32
         self.slice_blocks = slice_blocks(matrix.n_in, _SLICES[kernel])
         n_slices = self.n_slices = -(-self.n_blocks // self.slice_blocks)
-        outs, floats, halves = {
-            "add_product": (_FEW, n_slices * _FEW, 1),
-            "gate_up_rows": (_FEW, n_slices * (2 * _FEW + 1), 2),
-        }.get(kernel, (_TILE, n_slices * (_TILE + 1) + _TILE, 1))
+        # outputs, shared floats per row, threads for the squares of a norm
+        outs, floats, squares = {
+            "add_product": (_FEW, n_slices * _FEW, 0),
+            "gate_up_rows": (_FEW, n_slices * 2 * _FEW + self.n_blocks, 32),
+            "qkv_rows": (_TILE, _TILE + n_slices * _TILE + self.n_blocks, 32),
+            "logits_rows": (_TILE, matrix.n_in + _TILE + n_slices * _TILE + self.n_blocks, 0),
+        }[kernel]
         self.group = max(1, min(n_rows, _SHARED_BYTES // (4 * floats)))
         # A unit per thread where threads run side by side; on the host each costs its barriers.
-        threads = -(-n_slices * outs // 32) * 32 * halves if device.kind == "cuda" else 32
+        threads = -(-n_slices * outs // 32) * 32 + squares if device.kind == "cuda" else 32
         self.config = LaunchConfig(
             (-(-matrix.n_out // outs), -(-n_rows // self.group), 1),
             (threads, 1, 1),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import typing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,6 +173,9 @@ def test_the_installed_bindings_have_one_of_each_pair() -> None:
     edges = [n for n in ("cuGraphGetEdges_v2", "cuGraphGetEdges") if hasattr(real, n)]
     assert len(returned(info[0])) == 6 and len(parameters(info[0])) == 1  # with edge data
     assert len(returned(edges[0])) == 4 and len(parameters(edges[0])) == 2
+    call = "cuGraphNodeGetDependencies"
+    before = [n for n in (call + "_v2", call) if hasattr(real, n)]
+    assert len(returned(before[0])) == 3 and len(parameters(before[0])) == 2
 
 
 def test_the_sources_use_no_other_call_of_the_bindings() -> None:
@@ -179,7 +183,9 @@ def test_the_sources_use_no_other_call_of_the_bindings() -> None:
     for name in ("cuda.py", "cuda_base.py", "cuda_graphs.py"):
         text = (SOURCES / name).read_text(encoding="utf-8")
         used |= set(re.findall(r'_(?:call|answer|ready|pick)\(\s*"(cu\w+)"', text))
-    paired = {"cuStreamGetCaptureInfo_v3", "cuGraphGetEdges_v2"}  # checked in pairs
+    paired = {  # checked in pairs
+        "cuStreamGetCaptureInfo_v3", "cuGraphGetEdges_v2", "cuGraphNodeGetDependencies_v2",
+    }  # fmt: skip
     assert used - paired <= set(N_ARGUMENTS)
     assert len(used) > 60
 
@@ -446,6 +452,21 @@ def test_set_node_parameters_go_in_and_come_out(d: CudaDriver, fake: FakeBinding
     d.cuGraphAddMemsetNode(5, [], MemsetNodeParams(0x1000, -1, 4, 12), 6)
     fake.answers["cuGraphMemsetNodeGetParams"] = (_last(fake, "cuGraphAddMemsetNode")[3],)
     assert d.cuGraphMemsetNodeGetParams(1) == MemsetNodeParams(0x1000, 0xFFFFFFFF, 4, 12)
+
+
+def test_an_early_start_is_found_on_the_edge_that_a_capture_leaves_it_on(
+    d: CudaDriver, fake: FakeBindings
+) -> None:
+    call = "cuGraphNodeGetDependencies"
+    call += "_v2" if hasattr(real, call + "_v2") else ""
+    for kinds in ((), (0,), (0, 0), (1,), (0, 1)):
+        edges = [SimpleNamespace(type=kind) for kind in kinds]
+
+        def before(node: int, n: int, edges: list[Any] = edges) -> tuple[Any, ...]:
+            return ([real.CUgraphNode(1)] * n, edges[:n], len(edges))
+
+        fake.answers[call] = before
+        assert d._is_programmatic(7) is (1 in kinds), kinds
 
 
 def test_programmatic_edges_cannot_be_added_by_hand(d: CudaDriver, fake: FakeBindings) -> None:
