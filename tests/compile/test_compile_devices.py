@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from memra_lowlevel import driver as drivers
-from memra_lowlevel.compile import Module, compile_source
+from memra_lowlevel.compile import CompileOptions, Module, compile_source
 from memra_lowlevel.compile.arch import device_arch
+from memra_lowlevel.driver.host import host_options
 from memra_lowlevel.driver.table import DeviceAttribute
 from memra_lowlevel.errors import CompileError, HeaderNotFound
 
@@ -92,3 +93,24 @@ def test_host_errors_are_data() -> None:
     assert (first.severity, first.file, first.line, first.column) == ("error", "b.cu", line, 3)
     with pytest.raises(HeaderNotFound):
         compile_source('#include "nope.cuh"\n', arch="host")
+
+
+def test_a_host_kernel_without_the_built_in_names_is_told_what_to_include() -> None:
+    plain = "__global__ void f(int* p) { p[0] = 1; }"
+    with pytest.raises(CompileError, match=r'include "common/device\.cuh"') as caught:
+        compile_source(plain, arch="host", name="plain.cu")
+    assert caught.value.diagnostics[0].line == 1
+    with pytest.raises(CompileError) as caught:
+        compile_source(f'#include "common/device.cuh"\n{plain[:-1]} q; }}', arch="host")
+    assert "does not include" not in str(caught.value)
+
+
+def test_check_mode_builds_with_checks() -> None:
+    before = compile_source(SOURCE, arch="host", name_expressions=NAMES)
+    with host_options(check=True):
+        checked = compile_source(SOURCE, arch="host", name_expressions=NAMES)
+    asked = compile_source(
+        SOURCE, arch="host", name_expressions=NAMES, options=CompileOptions(check=True)
+    )
+    after = compile_source(SOURCE, arch="host", name_expressions=NAMES)
+    assert checked.key == asked.key != before.key == after.key
