@@ -150,7 +150,7 @@ class AttendMethods(LayerBase):
             Query heads that share the KV head.
         kv_head : int
         out : float32 [n * head_dim]
-            Overwritten in place.
+            Overwritten in place; zeros while the head has no rows.
         imp_acc : float32 [any length], optional
             The probabilities of row p, head by head, are added to element p.
         scale : float, optional
