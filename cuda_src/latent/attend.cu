@@ -99,7 +99,7 @@ struct RowReader {
 //            rows the query may not see are skipped
 //   counted  rows by which len_d already counts this launch's own (0, or n_rows)
 //   partial  f32 [n_rows, n_heads, n_slots, RANK + 2]: weighted sum, maximum, sum of weights;
-//            slot = chunk of keys, or of list entries
+//            slot = chunk of keys, or of list entries; 8-byte aligned
 // Row r sees the rows below len + r + 1 - counted.
 template <int F, int RANK, int ROPE, int QT, int STAGES>
 __global__ void __launch_bounds__(LATENT_THREADS, 1)
@@ -333,10 +333,15 @@ __global__ void __launch_bounds__(LATENT_THREADS, 1)
                     if (query < n_queries) {
                         const size_t at = size_t(first_row) * n_heads + first_query + query;
                         float* to = partial + (at * n_slots + chunk) * (RANK + 2) + 4 * quad;
-                        to[0] = sums[i].x;
-                        if (4 * quad + 1 < RANK) to[1] = sums[i].y;
-                        if (4 * quad + 2 < RANK) to[2] = sums[i].z;
-                        if (4 * quad + 3 < RANK) to[3] = sums[i].w;
+                        if constexpr (RANK % 4 == 0) {
+                            reinterpret_cast<float2*>(to)[0] = make_float2(sums[i].x, sums[i].y);
+                            reinterpret_cast<float2*>(to)[1] = make_float2(sums[i].z, sums[i].w);
+                        } else {
+                            to[0] = sums[i].x;
+                            if (4 * quad + 1 < RANK) to[1] = sums[i].y;
+                            if (4 * quad + 2 < RANK) to[2] = sums[i].z;
+                            if (4 * quad + 3 < RANK) to[3] = sums[i].w;
+                        }
                     }
                 }
             }
@@ -401,10 +406,21 @@ __global__ void __launch_bounds__(LATENT_THREADS, 1)
         const float l = part[RANK + 1];
         if (l != 0.0f) {  // else the query sees no key of this chunk
             const float weight = exp2f((m - pivot) * LOG2_E);
-            if (channel < RANK) sum.x = fmaf(weight, part[channel], sum.x);
-            if (channel + 1 < RANK) sum.y = fmaf(weight, part[channel + 1], sum.y);
-            if (channel + 2 < RANK) sum.z = fmaf(weight, part[channel + 2], sum.z);
-            if (channel + 3 < RANK) sum.w = fmaf(weight, part[channel + 3], sum.w);
+            if constexpr (RANK % 4 == 0) {
+                if (channel < RANK) {
+                    const float2 a = *reinterpret_cast<const float2*>(part + channel);
+                    const float2 b = *reinterpret_cast<const float2*>(part + channel + 2);
+                    sum.x = fmaf(weight, a.x, sum.x);
+                    sum.y = fmaf(weight, a.y, sum.y);
+                    sum.z = fmaf(weight, b.x, sum.z);
+                    sum.w = fmaf(weight, b.y, sum.w);
+                }
+            } else {
+                if (channel < RANK) sum.x = fmaf(weight, part[channel], sum.x);
+                if (channel + 1 < RANK) sum.y = fmaf(weight, part[channel + 1], sum.y);
+                if (channel + 2 < RANK) sum.z = fmaf(weight, part[channel + 2], sum.z);
+                if (channel + 3 < RANK) sum.w = fmaf(weight, part[channel + 3], sum.w);
+            }
             total = fmaf(weight, l, total);
         }
     }
