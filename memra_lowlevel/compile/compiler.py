@@ -99,7 +99,14 @@ def compile_source(
     """
     expect.kind("compile_source: source", source, str, "a text", "compile_file takes a path")
     return _compile(
-        source, name, arch, name_expressions, defines or {}, include_dirs, options, cache
+        source,
+        name,
+        arch,
+        name_expressions,
+        {} if defines is None else defines,
+        include_dirs,
+        options,
+        cache,
     )
 
 
@@ -123,7 +130,16 @@ def compile_file(
     if not found.is_absolute() and not found.is_file():
         below = sources.cuda_src_root() / found
         found = below if below.is_file() else found
-    return _compile(found, "", arch, name_expressions, defines or {}, include_dirs, options, cache)
+    return _compile(
+        found,
+        "",
+        arch,
+        name_expressions,
+        {} if defines is None else defines,
+        include_dirs,
+        options,
+        cache,
+    )
 
 
 def compile_many(

@@ -157,6 +157,7 @@ def attend(
     """
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     _check_kinds(stream, q=q, out=out, workspace=workspace, sinks=sinks, lse=lse, table=table)
+    expect.kind("attend: numeric", numeric, str, "a numeric class")
     window = _window(window)
     scale = _scalar("scale", head_dim**-0.5 if scale is None else scale)
     softcap = 0.0 if softcap is None else _scalar("softcap", softcap, positive=True)

@@ -208,7 +208,7 @@ def note_use(stream: Stream, *storages: Storage) -> None:
 def normal_shape(shape: Shape) -> tuple[int, ...]:
     """``shape`` as a tuple of non-negative ints."""
     if isinstance(shape, int | np.integer):
-        shape = (int(shape),)
+        shape = (shape,)
     elif not isinstance(shape, tuple | list):
         raise expect.refusal("shape", shape, "an int, or a tuple of ints")
     dims = tuple(expect.integer(f"shape {tuple(shape)}: an extent", d) for d in shape)

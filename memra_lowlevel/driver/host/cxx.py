@@ -160,7 +160,8 @@ def _flags(compiler: Compiler, check: bool, sanitize: Sanitizer | None) -> list[
         "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing",
         "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics", "-fno-stack-protector",
         # A large frame touches each of its pages, so that it cannot step over the guard page.
-        "-fstack-clash-protection",
+        # And what goes through a null pointer is a fault to be found, not dead code.
+        "-fstack-clash-protection", "-fno-delete-null-pointer-checks",
         "-fno-plt", "-fsigned-char", "-U_FORTIFY_SOURCE", *cpu_flags(),
     ]  # fmt: skip
     if compiler.kind == "gcc":

@@ -1,0 +1,77 @@
+"""A machine that lacks things, and a command line that is used badly."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from memra_lowlevel import Device
+from memra_lowlevel.driver.host import build, guarded
+from memra_lowlevel.errors import CompilerNotFound, OutOfMemory
+
+DEMO = [sys.executable, "-m", "memra_lowlevel.cli", "demo", "--device", "host", "--model", "tiny"]
+DEMO += ["--tokens", "2", "--prompt"]
+
+
+def demo(prompt: Any, **how: Any) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run([*DEMO, prompt], stderr=subprocess.PIPE, check=False, **how)
+
+
+def test_no_more_memory_than_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host device fills what it hands out; more than there is would kill the process."""
+    assert 0 < guarded.room() < 1 << 50
+    with Device("host") as device, device.stream() as stream:
+        monkeypatch.setattr(guarded, "room", lambda: 4 << 20)
+        for take in (
+            lambda: device.alloc(5 << 20, stream),
+            lambda: device.arena(5 << 20),
+            lambda: device.pinned(5 << 20, np.uint8),
+        ):
+            with pytest.raises(OutOfMemory):
+                take()
+        device.alloc(3 << 20, stream).close()
+
+
+def test_a_compiler_that_makes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake = tmp_path / "cxx"
+    fake.write_text("#!/bin/sh\necho fake 1.0\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("CXX", str(fake))
+    compiler = build.find_compiler()
+    with pytest.raises(CompilerNotFound, match="CXX"):
+        build.run_compiler(compiler, ["-o", str(tmp_path / "out.so")])
+
+
+def test_a_cxx_that_is_passed_over_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
+    with caplog.at_level(logging.WARNING):
+        assert build.find_compiler().command != (str(tmp_path / "nothing"),)
+    assert "nothing" in caplog.text and "cannot be used" in caplog.text
+
+
+def test_a_prompt_that_is_no_text() -> None:
+    run = demo(b"\xff\xfe", stdout=subprocess.DEVNULL)
+    assert run.returncode == 2 and b"not UTF-8" in run.stderr and b"Traceback" not in run.stderr
+
+
+def test_a_terminal_without_the_letters() -> None:
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    run = demo("é漢".encode(), stdout=subprocess.PIPE, env=plain)
+    assert run.returncode == 0, run.stderr
+    assert rb"\xe9\u6f22" in run.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_behind_stdout() -> None:
+    with open("/dev/full", "wb") as full:
+        run = demo("x", stdout=full)
+    assert run.returncode != 0 and b"OSError" in run.stderr and b"Traceback" not in run.stderr
