@@ -14,10 +14,12 @@ constexpr int IO_FEED = 5;     // int32 [n_feed_max]
 //   io         int32 block as above
 //   draft_d    int32 [k_max + 1]: the pending token, then the drafts
 //   counters   int32 [n_counters] lengths of the draft's planes, or null; each grows by one
-// A token outside the vocabulary is never fed on: it is noted, and 0 takes its place.
+//   token_map  int32 [n_vocab] the target's token for each of the draft's, or null: they are the same
+//   n_vocab    tokens that the draft can choose from
+// A token outside the vocabulary is never fed on: it is noted, and token 0 takes its place.
 KERNEL void chain_advance(int32_t* __restrict__ io, int32_t* __restrict__ draft_d,
-                          int32_t* NULLABLE counters, int32_t n_counters, int32_t n_vocab,
-                          int32_t k_max) {
+                          int32_t* NULLABLE counters, int32_t n_counters,
+                          const int32_t* NULLABLE token_map, int32_t n_vocab, int32_t k_max) {
     if (threadIdx.x == 0 && blockIdx.x == 0) {
         int32_t token = io[IO_TOKEN];
         const int32_t done = io[IO_STEP] + 1;
@@ -29,6 +31,8 @@ KERNEL void chain_advance(int32_t* __restrict__ io, int32_t* __restrict__ draft_
             if (token < 0 || token >= n_vocab) {
                 token = 0;
                 if (io[IO_BAD] < 0) io[IO_BAD] = index;
+            } else if (token_map != nullptr) {
+                token = token_map[token];
             }
             if (index <= k_max) draft_d[index] = token;
         }

@@ -27,7 +27,7 @@ registry.register(
         edges=(
             "known token fed", "first draft", "last draft", "past the last draft",
             "sentinel token", "token at the edge of the vocabulary", "no planes",
-            "more planes than threads",
+            "more planes than threads", "vocabulary of its own",
         ),
         hot=True,
         same_bits=True,
@@ -48,6 +48,7 @@ def chain_advance(
     *,
     n_vocab: int,
     k_max: int,
+    token_map: Buffer | None = None,
 ) -> None:
     """Store a draft, put the next token in place, and move step, position and counters by one.
 
@@ -61,7 +62,17 @@ def chain_advance(
     counters : Buffer or None
         i32, the lengths of the draft's planes.
     n_vocab, k_max : int
+    token_map : Buffer, optional
+        i32 ``[n_vocab]``: the target's token for each token of the draft, where those differ.
     """
+    if token_map is not None and token_map.n_bytes != 4 * n_vocab:
+        raise ArgumentError(
+            f"chain_advance: a token map of {token_map.n_bytes} bytes for {n_vocab} tokens",
+            kernel="chain_advance",
+            name="token_map",
+            expected=f"{4 * n_vocab} bytes",
+            got=f"{token_map.n_bytes} bytes",
+        )
     if block.n_bytes < 4 * (CHAIN_WORDS + 1) or drafts.n_bytes < 4 * (k_max + 1):
         raise ArgumentError(
             f"chain_advance: a block of {block.n_bytes} and drafts of {drafts.n_bytes} bytes are "
@@ -80,6 +91,7 @@ def chain_advance(
         drafts,
         counters,
         n,
+        token_map,
         n_vocab,
         k_max,
     )

@@ -11,11 +11,12 @@ __all__ = ["chain_advance"]
 
 
 def chain_advance(
-    io: Any, drafts: Any, counters: Any, n_vocab: int, k_max: int
+    io: Any, drafts: Any, counters: Any, n_vocab: int, k_max: int, token_map: Any = None
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
     """Return (words, drafts, counters) after one drafted token.
 
-    ``io`` is (token, position, step, n_feed, bad, feed…) and ``drafts`` (pending, drafts…).
+    ``io`` is (token, position, step, n_feed, bad, feed…) and ``drafts`` (pending, drafts…);
+    ``token_map`` gives the target's token for each of the ``n_vocab`` of the draft.
     """
     words, out = [int(x) for x in io], [int(x) for x in drafts]
     token, position, step, n_feed, bad = words[:5]
@@ -26,6 +27,8 @@ def chain_advance(
         nth = step - n_feed + 1
         if not 0 <= token < n_vocab:
             token, bad = 0, nth if bad < 0 else bad
+        elif token_map is not None:
+            token = int(token_map[token])
         if nth <= k_max:
             out[nth] = token
     words[:5] = token, position + 1, step, n_feed, bad

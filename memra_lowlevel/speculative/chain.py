@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..cache.planes import Planes
 from ..closing import Closing
 from ..errors import CapacityExceeded, CaptureError, MemraError, RewindRefused
@@ -15,7 +17,7 @@ from .io import ChainIo
 
 if TYPE_CHECKING:
     from ..graph import GraphExec
-    from ..runtime import Stream
+    from ..runtime import Buffer, Stream
 
 __all__ = ["DraftChain"]
 
@@ -69,6 +71,7 @@ class DraftChain(Closing):
         *,
         fill: Fill | None = None,
         p_min: float | None = None,
+        token_map: Buffer | None = None,
         warmups: int = 1,
         name: str = "draft",
     ) -> DraftChain:
@@ -92,6 +95,9 @@ class DraftChain(Closing):
             used for a prompt, and for a lag that is longer than the feed.
         p_min : float, optional
             Stop drafting at a token that is less probable; costs one read per step.
+        token_map : Buffer, optional
+            i32[n]: the target's token for each of the n tokens that the draft's output layer
+            knows; for a draft whose vocabulary is a part of the target's.
         warmups : int
             Steps run before the capture, so that every kernel is loaded. Their rows lie above the
             planes' length and are overwritten; all counters are restored.
@@ -104,9 +110,20 @@ class DraftChain(Closing):
             The planes have no room for a warm-up step.
         CaptureError
             The captured step holds a memory node.
+        MemraError, TokenError
+            ``k_max`` does not fit the io; the map holds a token that the target does not know.
         """
         if not 1 <= k_max <= io.k_max:
             raise MemraError(f"DraftChain: k_max {k_max} must lie in 1..{io.k_max}, that of its io")
+        n_vocab = io.n_vocab
+        if token_map is not None:
+            if token_map.dtype != np.int32 or len(token_map.shape) != 1 or not token_map.shape[0]:
+                raise MemraError(
+                    f"DraftChain: the token map is {token_map.dtype}{list(token_map.shape)}; it "
+                    "must be int32 with one token of the target for each of the draft's"
+                )
+            io.check_tokens([int(token) for token in token_map.to_numpy(stream)])
+            n_vocab = token_map.shape[0]
         length = planes.len
         planes.prepare(stream, 1)
         kernels.prepare(io.device)
@@ -114,8 +131,9 @@ class DraftChain(Closing):
         def step() -> None:
             body(stream)
             kernels.chain_advance(
-                stream, io.block, io.draft_d, planes.counters, n_vocab=io.n_vocab, k_max=k_max
-            )
+                stream, io.block, io.draft_d, planes.counters, n_vocab=n_vocab, k_max=k_max,
+                token_map=token_map,
+            )  # fmt: skip
             planes.moved(stream, 1)
 
         try:

@@ -50,6 +50,7 @@ def early_exit_chain(
     *,
     tokens: Buffer,
     p_min: float | None = None,
+    token_map: Buffer | None = None,
     name: str = "early exit",
 ) -> DraftChain:
     """Capture a chain that drafts with the target's first layers, on planes of its own.
@@ -57,7 +58,7 @@ def early_exit_chain(
     Parameters
     ----------
     layers : LayerRange
-    io, planes, k_max, p_min, name
+    io, planes, k_max, p_min, token_map, name
         As in :meth:`DraftChain.capture`. The planes are the chain's own: the target writes the
         same rows to its own at a time of its own, and a rejected draft must not disturb it.
     tokens : Buffer
@@ -85,7 +86,9 @@ def early_exit_chain(
             planes.advance(stream, len(part))
 
     first_length = planes.counters.view(0, (1,), np.int32)
-    return DraftChain.capture(stream, body, io, planes, k_max, fill=fill, p_min=p_min, name=name)
+    return DraftChain.capture(
+        stream, body, io, planes, k_max, fill=fill, p_min=p_min, token_map=token_map, name=name
+    )
 
 
 class NgramDrafter(Closing):

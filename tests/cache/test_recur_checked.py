@@ -44,6 +44,9 @@ def test_chain_kernel_is_clean():
     kernel = runner.quick("speculative/chain.cu", "chain_advance", check=True)
     io = np.array([5, 9, 0, 1, -1, 3, 0, 0], I32)
     drafts, counters = np.zeros(4, I32), np.arange(70, dtype=I32)
-    kernel(1, 32, 0, io, drafts, counters, I32(70), I32(50), I32(3), order="random")
+    kernel(1, 32, 0, io, drafts, counters, I32(70), None, I32(50), I32(3), order="random")
     assert drafts.tolist() == [0, 5, 0, 0] and np.array_equal(counters, np.arange(70) + 1)
     assert io[:5].tolist() == [5, 10, 1, 1, -1]
+    tokens = np.arange(1000, 1050, dtype=I32)
+    kernel(1, 32, 0, io, drafts, None, I32(0), tokens, I32(50), I32(3), order="random")
+    assert drafts.tolist() == [0, 5, 1005, 0] and io[:5].tolist() == [1005, 11, 2, 1, -1]

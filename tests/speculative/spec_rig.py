@@ -24,13 +24,14 @@ PROMPT = list(b"hello world, this")
 _GAINS = (1.0, 1.0, 0.2, 0.2)
 
 
-def lively_weights(seed=3):
+def lively_weights(seed=3, order=None):
     """The tiny model with layers that matter and an output layer of its own.
 
-    Its text does not settle into one token, so a wrong row shows at once.
+    Its text does not settle into one token, so a wrong row shows at once. ``order`` gives the
+    output layer its rows in another order: token ``order[i]`` is its number i.
     """
 
-    def gain(name):
+    def gain(name, n_layers):
         last = name.endswith(("attn_output.weight", "ffn_down.weight"))
         return _GAINS[int(name.split(".")[1])] if last else 1.0
 
@@ -38,6 +39,7 @@ def lively_weights(seed=3):
         weights = tiny.tiny_weights(seed)
     shape = weights["token_embd.weight"].shape
     rows = tiny._q8_0(np.random.default_rng(seed), shape, spread=0.02)
+    rows = rows if order is None else rows.reshape(shape[0], -1)[order].reshape(rows.shape)
     weights.tensors["output.weight"] = tiny.Tensor("output.weight", "q8_0", shape, rows)
     return weights
 
@@ -83,7 +85,9 @@ class Rig:
         assert len(tokens) == n
         return tokens
 
-    def chain(self, layers=2, k_max=4, p_min=None, model=None, n_feed_max=8):
+    def chain(
+        self, layers=2, k_max=4, p_min=None, model=None, n_feed_max=8, token_map=None
+    ):  # fmt: skip
         model = model or self.model
         planes = self.planes(layers, "draft")
         ws = model.workspace(16)
@@ -97,8 +101,9 @@ class Rig:
             self.device, model.config.width, k_max, model.config.n_vocab, n_feed_max=n_feed_max
         )
         return early_exit_chain(
-            self.stream, first_layers, io, planes, k_max, tokens=ws.tok_d, p_min=p_min
-        )
+            self.stream, first_layers, io, planes, k_max, tokens=ws.tok_d, p_min=p_min,
+            token_map=token_map,
+        )  # fmt: skip
 
     def rounds(self, prompt, drafter, k, prime=True):
         session = self.session()

@@ -3,6 +3,7 @@
 import itertools
 import random
 
+import numpy as np
 import pytest
 from spec_rig import PROMPT, Rig, lively_weights, poison, smollm2
 
@@ -49,6 +50,34 @@ def test_another_model_as_draft(rig):
     other = smollm2.Model(rig.device, rig.stream, lively_weights(4), max_ctx=rig.max_ctx)
     got, rounds = rig.speculate(PROMPT, N, model=other, layers=4)
     assert got == rig.expected and rounds.stats.rejected > 0
+
+
+def test_a_draft_with_a_vocabulary_of_its_own(rig):
+    """No token keeps its number; the drafts come out the same, unless the map is left out."""
+    n_vocab = rig.model.config.n_vocab
+    order = (np.arange(n_vocab) * 5 + 3) % n_vocab  # 5 and 272 have no common factor
+    assert (order != np.arange(n_vocab)).all() and len(set(order.tolist())) == n_vocab
+    other = smollm2.Model(rig.device, rig.stream, lively_weights(order=order), max_ctx=rig.max_ctx)
+    token_map = rig.device.from_numpy(order.astype(np.int32), rig.stream)
+    proposed = {}
+    for name, options in {
+        "same": {}, "mapped": {"model": other, "token_map": token_map}, "lost": {"model": other},
+    }.items():  # fmt: skip
+        chain = rig.chain(layers=2, **options)
+        got, rounds = rig.speculate(PROMPT, N, drafter=chain)
+        assert got == rig.expected
+        proposed[name] = (rounds.stats.drafted, rounds.stats.accepted)
+        chain.io.begin(rig.stream, PROMPT[:1], 0)
+        chain.rewind(rig.stream, 0)
+        chain.replay(rig.stream, 4)
+        chain.io.download(rig.stream)
+        rig.stream.sync()
+        proposed[name] += tuple(chain.io.drafts(4))
+    assert proposed["same"] == proposed["mapped"] != proposed["lost"]
+    assert proposed["lost"][1] < proposed["same"][1]
+    bad = rig.device.from_numpy(np.array([0, n_vocab], np.int32), rig.stream)
+    with pytest.raises(TokenError, match="outside the vocabulary"):
+        rig.chain(token_map=bad)
 
 
 @pytest.mark.parametrize("seed", range(4))
