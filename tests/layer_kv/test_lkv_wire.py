@@ -459,7 +459,7 @@ def mutated(draw):
     return kind, bytes(raw)
 
 
-@settings(max_examples=int(600 * SCALE), deadline=2000)
+@settings(max_examples=int(5000 * SCALE), deadline=2000)
 @given(mutated())
 def _fuzz(case):
     kind, raw = case
