@@ -45,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name == chosen:
             try:
                 command = importlib.import_module(module)
+            except KeyboardInterrupt:
+                return 130
             except ImportError as error:
                 print(f"memra-lowlevel {name}: {error}", file=sys.stderr)
                 return 1

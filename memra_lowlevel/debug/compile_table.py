@@ -108,7 +108,7 @@ def jobs(archs: Sequence[str], kernels: Sequence[str] = (), *, apart: bool = Fal
     root = cuda_src_root()
     groups: list[tuple[str, tuple[str, ...]]] = []
     for source, names in all_names().items():
-        found = parse((root / source).read_text())
+        found = parse((root / source).read_text(encoding="utf-8"))
         plain = [name for name, signature in found.items() if not signature.template]
         # Plain kernels are there anyway.
         instances = tuple(n for n in names if "<" in n or "::" in n)

@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 
 def declarations() -> str:
     """Give the header without preprocessor lines and comments, which is what cffi reads."""
-    text = (HERE / "launch_path.h").read_text()
+    text = (HERE / "launch_path.h").read_text(encoding="utf-8")
     text = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
     return "\n".join(line for line in text.splitlines() if not line.startswith("#"))
 
@@ -26,9 +26,9 @@ ffibuilder.cdef(declarations())
 ffibuilder.set_source(
     "memra_lowlevel.native._launch",
     # Included by content, so that the generated file builds wherever it is put.
-    (HERE / "launch_path.h").read_text()
-    + (HERE / "launch_path.c").read_text().replace('#include "launch_path.h"', "")
-    + (HERE / "launch_object.c").read_text(),
+    (HERE / "launch_path.h").read_text(encoding="utf-8")
+    + (HERE / "launch_path.c").read_text(encoding="utf-8").replace('#include "launch_path.h"', "")
+    + (HERE / "launch_object.c").read_text(encoding="utf-8"),
     extra_compile_args=["-O2", "-std=gnu11"],
     py_limited_api=True,
 )

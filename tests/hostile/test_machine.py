@@ -75,3 +75,18 @@ def test_a_full_disk_behind_stdout() -> None:
     with open("/dev/full", "wb") as full:
         run = demo("x", stdout=full)
     assert run.returncode != 0 and b"OSError" in run.stderr and b"Traceback" not in run.stderr
+
+
+def test_a_kernel_with_letters_under_a_plain_locale(tmp_path: Path) -> None:
+    """Sources are UTF-8, whatever the locale says."""
+    kernel = tmp_path / "letters.cu"
+    text = '// é漢\n#include "common/device.cuh"\nKERNEL void f(float* x) { x[0] = 1.0f; }\n'
+    kernel.write_text(text, encoding="utf-8")
+    program = (
+        "from memra_lowlevel import compile_file, compile_source\n"
+        f"compile_file({str(kernel)!r}, arch='host')\n"
+        f"compile_source(open({str(kernel)!r}, encoding='utf-8').read(), arch='host')\n"
+    )
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    run = subprocess.run([sys.executable, "-c", program], env=plain, capture_output=True)
+    assert run.returncode == 0, run.stderr

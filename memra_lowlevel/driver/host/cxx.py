@@ -95,7 +95,7 @@ def compile_host(
     if isinstance(source, Path) or "\n" not in source:
         path = Path(source).resolve()
         try:
-            text = path.read_text()
+            text = path.read_text(encoding="utf-8")
         except OSError as error:
             raise CompileError(f"cannot read the kernel source {source}: {error}") from error
         head = f'#include "{path}"\n'
@@ -121,7 +121,7 @@ def compile_host(
         object_path = out.with_suffix(".o")
         search = [f"-I{d}" for d in (*folders, RUNTIME)]
         try:
-            unit_path.write_text(unit)
+            unit_path.write_text(unit, encoding="utf-8")
             run_compiler(
                 compiler,
                 [*flags, *search, "-c", str(unit_path), "-o", str(object_path)],
@@ -155,6 +155,7 @@ def compile_host(
 def _flags(compiler: Compiler, check: bool, sanitize: Sanitizer | None) -> list[str]:
     flags = [
         "-std=gnu++17", "-x", "c++", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-w",
+        "-gdwarf-4",  # binutils reads the file table of DWARF 5 one off: faults named our own file
         # The arithmetic contract: no contraction. The rest changes speed or defines what a GPU
         # defines (wrapping integers, type punning), never the bits of a float.
         "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing",
@@ -257,5 +258,5 @@ def _closure(text: str, folder: Path, folders: Iterable[Path]) -> list[Path]:
                 )
             if path not in found:
                 found[path] = None
-                todo.append((path.read_text(), path.parent))
+                todo.append((path.read_text(encoding="utf-8"), path.parent))
     return sorted(found)

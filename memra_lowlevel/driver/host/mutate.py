@@ -59,7 +59,7 @@ def flatten(source: Path, include_dirs: Iterable[Path] = ()) -> str:
     done: set[Path] = set()
 
     def expand(path: Path) -> str:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         parts = [f'#line 1 "{path}"\n']
         at = 0
         for match in _INCLUDE.finditer(text):
