@@ -3,7 +3,10 @@
 import numpy as np
 import pytest
 
+from memra_lowlevel import formats
 from memra_lowlevel.cache import KvLayer, KvRing, swa_ring_rows
+from memra_lowlevel.errors import RewindRefused
+from memra_lowlevel.reference import attend as oracle
 
 HEAD, WINDOW = 64, 512
 
@@ -102,6 +105,108 @@ def test_a_step_captured_at_100_replays_through_20000(device, stream, scale):
     assert calls["cuStreamBeginCapture"] == calls["cuGraphInstantiate"] == 1
     assert calls["cuGraphLaunch"] == steps == exec_.n_launches
     assert not any(n for name, n in calls.items() if "SetParams" in name or "ExecUpdate" in name)
+    exec_.close()
+    ring.close()
+    flat.close()
+
+
+def test_appends_of_up_to_4096_rows(device, stream, scale):
+    """Appends and rewinds of any size; ring = flat bit for bit, and both near float64."""
+    total, n_q = 60_000 * scale, 4
+    ring, flat = layers(device, total, swa_ring_rows(WINDOW, 1 << 20))
+    rng = np.random.default_rng(11)
+    k, v = (rng.standard_normal((5000, HEAD), dtype=np.float32) for _ in range(2))
+    k_d, v_d = device.from_numpy(k, stream), device.from_numpy(v, stream)
+    k_seen, v_seen = (f.decode(f.encode(x)) for f, x in ((formats.Q8_0, k), (formats.Q5_1, v)))
+    q = rng.standard_normal((n_q, 1, HEAD), dtype=np.float32)
+    q_d = device.from_numpy(q, stream)
+    outs = [device.zeros(q.shape, np.float32, stream) for _ in range(2)]
+    history = np.zeros(0, np.int64)  # which row each position holds
+    counts = dict.fromkeys(("append", "large", "rebase", "rewind", "refused"), 0)
+    while len(history) + 4096 <= total:
+        n = int(np.exp(rng.uniform(0, np.log(4096.99))))
+        if rng.random() < 0.3:
+            far = 6000 if rng.random() < 0.2 else 1200
+            target = max(0, len(history) - int(rng.integers(1, far)))
+            try:
+                ring.set_len(stream, target)
+            except RewindRefused:
+                counts["refused"] += 1
+            else:
+                flat.set_len(stream, target)
+                history = history[:target]
+                counts["rewind"] += 1
+        counts["rebase"] += ring.prepare(stream, n)
+        counts["append"] += 1
+        counts["large"] += n >= 2048
+        at = int(rng.integers(0, 5000 - n))
+        for layer, out in zip((ring, flat), outs, strict=True):
+            cut = (x.view(4 * at * HEAD, (n, HEAD), np.float32) for x in (k_d, v_d))
+            layer.append(stream, *cut)
+            layer.advance(stream, n)
+            rows = min(n, n_q)
+            part = out.view(0, (rows, 1, HEAD), np.float32)
+            part.fill(stream, 0xFF)
+            layer.attend(stream, q_d.view(0, part.shape, np.float32), part, counted=True)
+        history = np.concatenate([history, np.arange(at, at + n)])
+        got, want = (out.to_numpy(stream)[:rows] for out in outs)
+        assert got.tobytes() == want.tobytes(), len(history)
+        assert ring.len == flat.len == len(history) == ring.len_d.to_numpy(stream)[0]
+        first = max(0, len(history) - WINDOW - n_q)
+        near = history[first:]
+        model, _ = oracle.attend(
+            q[:rows], k_seen[near][:, None], v_seen[near][:, None], len(history) - rows,
+            base=first, window=WINDOW,
+        )  # fmt: skip
+        top = np.abs(model).max(axis=-1, keepdims=True)
+        assert (np.abs(got - model) <= 1e-5 * top).all(), len(history)
+    print(counts)
+    assert counts["append"] >= 50 and counts["large"] >= 5 and counts["rebase"] >= 8
+    assert counts["rewind"] >= 3 and counts["refused"] >= 3
+    ring.close()
+    flat.close()
+
+
+def test_a_wide_layer_rebases_once_at_5148(device, stream):
+    """8 kv heads of 128, 64 query heads: captured at 5,100, 60 steps in rounds of 4."""
+    ring = KvLayer.allocate(
+        device, 1 << 20, 8, 128, window=WINDOW, ring=KvRing(5151, WINDOW), name="wide ring"
+    )
+    flat = KvLayer.allocate(device, 5200, 8, 128, window=WINDOW, name="wide flat")
+    rng = np.random.default_rng(12)
+    up = lambda *s: device.from_numpy(rng.standard_normal(s, dtype=np.float32), stream)  # noqa: E731
+    k, v = up(1020, 1024), up(1020, 1024)
+    for layer in (ring, flat):
+        for _ in range(5):
+            layer.append(stream, k, v)
+            layer.advance(stream, 1020)
+    one = [x.view(0, (1, 1024), np.float32) for x in (up(1, 1024), up(1, 1024))]
+    q, out, other = up(1, 64, 128), *(device.zeros((1, 64, 128), np.float32, stream) for _ in "ab")
+
+    def step(layer, out):
+        layer.append(stream, *one)
+        layer.attend(stream, q, out)
+        layer.advance(stream, 1)
+
+    step(ring, out)
+    ring.set_len(stream, 5100)
+    with stream.capture("wide") as graph:
+        step(ring, out)
+    exec_ = graph.instantiate()
+    rebases = []
+    for i in range(60):
+        if i % 4 == 0 and ring.prepare(stream, 4):
+            rebases.append((ring.len, ring.len - ring.ring.base))
+        at = 4 * 1024 * (17 * i)
+        for mine, rows in zip(one, (k, v), strict=True):
+            mine.copy_from(stream, rows.view(at, (1, 1024), np.float32))
+        exec_.launch(stream)
+        step(flat, other)
+        got, want = out.to_numpy(stream), other.to_numpy(stream)
+        assert np.isfinite(want).all() and got.tobytes() == want.tobytes(), i
+    assert rebases == [(5148, 1052)]
+    assert ring.ring.base == 4096 == ring.base_d.to_numpy(stream)[0]
+    assert exec_.describe().node_updates == 0
     exec_.close()
     ring.close()
     flat.close()
