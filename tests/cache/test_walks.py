@@ -126,7 +126,7 @@ def test_appends_of_up_to_4096_rows(device, stream, scale):
     while len(history) + 4096 <= total:
         n = int(np.exp(rng.uniform(0, np.log(4096.99))))
         if rng.random() < 0.3:
-            far = 6000 if rng.random() < 0.2 else 1200
+            far = 6000 if rng.random() < 0.5 else 600
             target = max(0, len(history) - int(rng.integers(1, far)))
             try:
                 ring.set_len(stream, target)
