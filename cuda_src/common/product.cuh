@@ -10,6 +10,9 @@
 // and after a barrier any thread may add up the slices of an output, in one fixed order. The number of
 // threads decides only who does what: no bit depends on it, nor on the number of rows.
 //
+// Loops over rows and further units are not unrolled: a launch lasts about as long as its code takes
+// to arrive, and most launches are of one row and one unit per thread.
+//
 // Nothing but shared memory is written before the sums are there, and the first weights of a thread
 // are asked for before the activations can be read: see common/dependent.cuh.
 #pragma once
@@ -31,11 +34,12 @@ struct NoTile {
 };
 
 // The same outputs of two matrices A and B (or of A alone) of one shape, multiplied by the same rows.
-template <int OUTS, class A, class B = NoTile>
+// NORM: of a norm whose gain is part of the weights: once per weight, not once per row.
+template <int OUTS, bool NORM, class A, class B = NoTile>
 class Product {
   public:
-    // a, b: tiles; the block's outputs begin at `first`, a multiple of OUTS. gain: f32 [32 * n_blocks]
-    // of a norm, or null.
+    // a, b: tiles; the block's outputs begin at `first`, a multiple of OUTS.
+    // gain: f32 [32 * n_blocks] of the norm
     __device__ __forceinline__ Product(const uint8_t* __restrict__ a,
                                        const uint8_t* __restrict__ b, int first, Cut cut,
                                        const float* __restrict__ gain)
@@ -44,45 +48,55 @@ class Product {
           lane_(first % TILE_ROWS),
           cut_(cut),
           gain_(gain) {
-        if (int(threadIdx.x) < cut.n_slices * OUTS) {
-            const int block = int(threadIdx.x) / OUTS * cut.slice_blocks;
-            Stored stored;
-            fetch(&stored, threadIdx.x, block);
-            take(stored, block);
-        }
+        if (int(threadIdx.x) < cut.n_slices * OUTS)
+            fetch(threadIdx.x, int(threadIdx.x) / OUTS * cut.slice_blocks);
     }
 
-    // Leaves the sums of all units, and with `squares` those of the activations.
+    // Leaves the sums of all units, and with `squares` those of the activations. Waits for the
+    // predecessor by itself, and calls `early` once, right after that.
     //   x  f32 [n_rows, 32 * n_blocks]
+    template <class Early>
     __device__ __forceinline__ void run(const float* x, int n_rows, float* a_parts, float* b_parts,
-                                        float* squares) {
+                                        float* squares, const Early& early) {
         const int n_units = cut_.n_slices * OUTS;
         const size_t width = size_t(cut_.n_blocks) * TILE_COLS;
-        for (int unit = threadIdx.x; unit < n_units; unit += blockDim.x) {
+        int unit = threadIdx.x;
+        int block = unit / OUTS * cut_.slice_blocks;
+        bool first = true;
+#pragma unroll 1
+        while (true) {
+            const bool works = unit < n_units;
+            if (works) decode(block);
+            await_predecessor();  // the first time; later it costs nothing
+            if (first) early();
+            first = false;
+            if (!works) break;
             const int begin = unit / OUTS * cut_.slice_blocks;
-            const int end = min(begin + cut_.slice_blocks, cut_.n_blocks);
-            for (int block = begin; block < end; block++) {
-                // The next weights are under way while these are multiplied.
-                Stored stored;
-                const bool goes_on = block + 1 < end;
-                const int next_unit = goes_on ? unit : unit + blockDim.x;
-                const int next_block = goes_on ? block + 1 : next_unit / OUTS * cut_.slice_blocks;
-                if (AHEAD && next_unit < n_units) fetch(&stored, next_unit, next_block);
-                const float* block_x = x + size_t(block) * TILE_COLS;
-                for (int r = 0; r < n_rows; r++) {
-                    const Activations v(block_x + r * width);
-                    add(a_parts + size_t(r) * n_units + unit, dot32(a_weights_, v), block == begin);
-                    if (BOTH)
-                        add(b_parts + size_t(r) * n_units + unit, dot32(b_weights_, v),
-                            block == begin);
+            const bool goes_on = block + 1 < min(begin + cut_.slice_blocks, cut_.n_blocks);
+            const int next_unit = goes_on ? unit : unit + blockDim.x;
+            const int next_block = goes_on ? block + 1 : next_unit / OUTS * cut_.slice_blocks;
+            // The next weights are under way while these are multiplied.
+            if (AHEAD && next_unit < n_units) fetch(next_unit, next_block);
+            const float* block_x = x + size_t(block) * TILE_COLS;
+#pragma unroll 1
+            for (int r = 0; r < n_rows; r++) {
+                const Activations v(block_x + r * width);
+                float* a = a_parts + size_t(r) * n_units + unit;
+                *a = dot32(a_weights_, v) + (block == begin ? 0.0f : *a);
+                if (BOTH) {
+                    float* b = b_parts + size_t(r) * n_units + unit;
+                    *b = dot32(b_weights_, v) + (block == begin ? 0.0f : *b);
                 }
-                if (!AHEAD && next_unit < n_units) fetch(&stored, next_unit, next_block);
-                if (next_unit < n_units) take(stored, next_block);
             }
+            if (!AHEAD && next_unit < n_units) fetch(next_unit, next_block);
+            unit = next_unit;
+            block = next_block;
         }
         if (squares != nullptr) {  // from the last thread on: those have no unit, or the fewest
+#pragma unroll 1
             for (int block = blockDim.x - 1 - threadIdx.x; block < cut_.n_blocks;
                  block += blockDim.x)
+#pragma unroll 1
                 for (int r = 0; r < n_rows; r++) {
                     const Activations v(x + r * width + size_t(block) * TILE_COLS);
                     squares[r * cut_.n_blocks + block] = dot32(v.v, v);
@@ -95,32 +109,36 @@ class Product {
     // Wide weights would not fit into the registers beside those that are multiplied.
     static constexpr bool AHEAD = A::BYTES + B::BYTES <= 1280;
 
-    struct Stored {
-        A a;
-        B b;
-    };
-
-    __device__ __forceinline__ void fetch(Stored* stored, int unit, int block) const {
-        stored->a.fetch(a_ + size_t(block) * A::BYTES, lane_ + unit % OUTS);
-        stored->b.fetch(b_ + size_t(block) * B::BYTES, lane_ + unit % OUTS);
+    __device__ __forceinline__ void fetch(int unit, int block) {
+        stored_a_.fetch(a_ + size_t(block) * A::BYTES, lane_ + unit % OUTS);
+        stored_b_.fetch(b_ + size_t(block) * B::BYTES, lane_ + unit % OUTS);
     }
 
-    // The gain of the norm is part of the weights: once per weight, not once per row.
-    __device__ __forceinline__ void take(const Stored& stored, int block) {
-        stored.a.decode(a_weights_);
-        stored.b.decode(b_weights_);
-        if (gain_ != nullptr) {
-            const Activations gain(gain_ + size_t(block) * TILE_COLS);
-#pragma unroll
-            for (int i = 0; i < TILE_COLS; i++) {
-                a_weights_[i] = a_weights_[i] * gain.v[i];
-                if (BOTH) b_weights_[i] = b_weights_[i] * gain.v[i];
-            }
+    __device__ __forceinline__ void decode(int block) {
+        const float* from = gain_ + size_t(block) * TILE_COLS;
+        if constexpr (!NORM) {
+            decode();
+        } else if constexpr (AHEAD) {  // the gain is under way while decoding
+            const Activations gain(from);
+            decode();
+            scale(gain);
+        } else {
+            decode();
+            scale(Activations(from));
         }
     }
 
-    __device__ __forceinline__ static void add(float* to, float value, bool first) {
-        *to = first ? value : *to + value;
+    __device__ __forceinline__ void decode() {
+        stored_a_.decode(a_weights_);
+        stored_b_.decode(b_weights_);
+    }
+
+    __device__ __forceinline__ void scale(const Activations& gain) {
+#pragma unroll
+        for (int i = 0; i < TILE_COLS; i++) {
+            a_weights_[i] = a_weights_[i] * gain.v[i];
+            if (BOTH) b_weights_[i] = b_weights_[i] * gain.v[i];
+        }
     }
 
     const uint8_t* a_;
@@ -128,6 +146,8 @@ class Product {
     int lane_;
     Cut cut_;
     const float* gain_;
+    A stored_a_;
+    B stored_b_;
     float a_weights_[TILE_COLS];
     float b_weights_[BOTH ? TILE_COLS : 1];
 };
@@ -136,7 +156,7 @@ class Product {
 __device__ __forceinline__ float sum_strided(const float* p, int n, int stride) {
     float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     int i = 0;
-#pragma unroll 4
+#pragma unroll 2
     for (; i + 4 <= n; i += 4)
 #pragma unroll
         for (int j = 0; j < 4; j++) s[j] = s[j] + p[(i + j) * stride];

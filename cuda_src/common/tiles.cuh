@@ -77,19 +77,16 @@ __device__ __forceinline__ void codes_u4(const uint4& v, float* c) {
 // decode(w): the same as floats.
 struct TileF32 {
     static constexpr int BYTES = 4096;
-    float4 pieces[8];
-    __device__ __forceinline__ void fetch(const uint8_t* block, int row) {
-#pragma unroll
-        for (int i = 0; i < 8; i++)
-            pieces[i] = *reinterpret_cast<const float4*>(block + 512 * i + 16 * row);
-    }
+    const uint8_t* at;  // 128 bytes would crowd the registers: they are read when they are decoded
+    __device__ __forceinline__ void fetch(const uint8_t* block, int row) { at = block + 16 * row; }
     __device__ __forceinline__ void decode(float* w) const {
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            w[4 * i] = pieces[i].x;
-            w[4 * i + 1] = pieces[i].y;
-            w[4 * i + 2] = pieces[i].z;
-            w[4 * i + 3] = pieces[i].w;
+            const float4 v = *reinterpret_cast<const float4*>(at + 512 * i);
+            w[4 * i] = v.x;
+            w[4 * i + 1] = v.y;
+            w[4 * i + 2] = v.z;
+            w[4 * i + 3] = v.w;
         }
     }
 };

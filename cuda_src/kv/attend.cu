@@ -11,6 +11,7 @@
 // others, on a ring and on a flat plane, with a window and with the other keys masked.
 #include "common/block32.cuh"
 #include "common/counters.cuh"
+#include "common/dependent.cuh"
 #include "common/reduce.cuh"
 
 constexpr int ATTEND_THREADS = 128;
@@ -394,6 +395,7 @@ __global__ void __launch_bounds__(2 * DV)
     __shared__ float maxima[THREADS];
     __shared__ float4 sums[SPLITS][QUADS];
     __shared__ float totals[SPLITS];
+    admit_successor();  // which fetches its weights meanwhile
     const int thread = threadIdx.x;
     const int head = blockIdx.x;
     const int row = blockIdx.y;

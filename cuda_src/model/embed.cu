@@ -1,4 +1,5 @@
 // Token embedding from the table that the output layer shares, in its tiles.
+#include "common/dependent.cuh"
 #include "common/tiles.cuh"
 
 // grid (ceil(n_blocks / block), n_rows): a thread decodes one block of 32 columns.
@@ -9,6 +10,7 @@
 template <class Tile>
 __global__ void embed_rows(const uint8_t* __restrict__ table, const uint32_t* __restrict__ tok_d,
                            float* __restrict__ h, int32_t n_blocks, int32_t n_vocab) {
+    admit_successor();
     const int block = blockIdx.x * blockDim.x + threadIdx.x;
     const int row = blockIdx.y;
     if (block < n_blocks) {

@@ -23,10 +23,10 @@ __global__ void __launch_bounds__(288)
     float* up_parts = gate_parts + size_t(rows) * cut.n_slices * OUTS;
     float* squares = up_parts + size_t(rows) * cut.n_slices * OUTS;
     admit_successor();
-    Product<OUTS, Gate, Up> product(w_gate, w_up, first_out, cut, gain);
-    await_predecessor();
-    product.run(x, rows, gate_parts, up_parts, squares);
+    Product<OUTS, true, Gate, Up> product(w_gate, w_up, first_out, cut, gain);
+    product.run(x, rows, gate_parts, up_parts, squares, [] {});
     __syncthreads();
+#pragma unroll 1
     for (int i = threadIdx.x; i < rows * OUTS; i += blockDim.x) {
         const int r = i / OUTS;
         const int column = first_out + i % OUTS;

@@ -38,23 +38,33 @@ __global__ void __launch_bounds__(64, 12)
     const int n_outs = min(OUTS, n_vocab - first_out);
     const Cut cut = {n_blocks, slice_blocks, n_slices};
     admit_successor();
-    Product<OUTS, Tile> product(w, nullptr, first_out, cut, nullptr);
-    await_predecessor();
-
+    Product<OUTS, false, Tile> product(w, nullptr, first_out, cut, nullptr);
     // A block reads each activation many times: its gain is applied once, in shared memory.
     const int width = n_blocks * TILE_COLS;
     const float* x = h + size_t(first_row) * width;
     float* staged = gained + rows * width;
     float* parts = staged + rows * OUTS;
     float* squares = parts + size_t(rows) * n_slices * OUTS;
-    for (int i = threadIdx.x; i < rows * width; i += blockDim.x) gained[i] = x[i] * gain[i % width];
+    const float4* from = reinterpret_cast<const float4*>(x);
+    const float4* by = reinterpret_cast<const float4*>(gain);
+    float4* to = reinterpret_cast<float4*>(gained);
+    await_predecessor();
+#pragma unroll 1
+    for (int r = 0; r < rows; r++)
+#pragma unroll 3
+        for (int c = threadIdx.x; c < width / 4; c += blockDim.x) {
+            const float4 v = from[r * (width / 4) + c], g = by[c];
+            to[r * (width / 4) + c] = make_float4(v.x * g.x, v.y * g.y, v.z * g.z, v.w * g.w);
+        }
+#pragma unroll 1
     for (int i = threadIdx.x; i < rows * n_blocks; i += blockDim.x) {
         const Activations v(x + size_t(i) * TILE_COLS);
         squares[i] = dot32(v.v, v);
     }
     __syncthreads();
-    product.run(gained, rows, parts, nullptr, nullptr);
+    product.run(gained, rows, parts, nullptr, nullptr, [] {});
     __syncthreads();
+#pragma unroll 1
     for (int i = threadIdx.x; i < rows * OUTS; i += blockDim.x) {
         const int r = i / OUTS;
         const int out = i % OUTS;
@@ -64,6 +74,7 @@ __global__ void __launch_bounds__(64, 12)
         if (out < n_outs) logits[size_t(first_row + r) * n_vocab + first_out + out] = logit;
     }
     __syncthreads();
+#pragma unroll 1
     for (int r = threadIdx.x; r < rows; r += blockDim.x) {
         const float* row = staged + r * OUTS;
         Best best = {NAN_F32, NO_TOKEN};

@@ -18,18 +18,19 @@ __global__ void __launch_bounds__(512)
     const int rows = min(group, n_rows - first_row);
     const Cut cut = {n_blocks, slice_blocks, n_slices};
     admit_successor();
-    Product<OUTS, Tile> product(w, nullptr, first_out, cut, nullptr);
-    await_predecessor();
+    Product<OUTS, false, Tile> product(w, nullptr, first_out, cut, nullptr);
 
     // What is added to is asked for early; an output of a row is one thread's.
     const int outputs = rows * OUTS;
     const int mine = threadIdx.x;
     const int out = first_out + mine % OUTS;
     float* to = h + size_t(first_row + mine / OUTS) * n_out + out;
-    const float before = mine < outputs && out < n_out ? *to : 0.0f;
-    product.run(x + size_t(first_row) * n_blocks * TILE_COLS, rows, parts, nullptr, nullptr);
+    float before = 0.0f;
+    product.run(x + size_t(first_row) * n_blocks * TILE_COLS, rows, parts, nullptr, nullptr,
+                [&] { if (mine < outputs && out < n_out) before = *to; });
     __syncthreads();
     if (mine < outputs && out < n_out) *to = before + row_sum<OUTS>(parts, cut, mine / OUTS, mine % OUTS);
+#pragma unroll 1
     for (int i = mine + blockDim.x; i < outputs; i += blockDim.x) {
         const int other = first_out + i % OUTS;
         if (other < n_out) {

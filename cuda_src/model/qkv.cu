@@ -46,30 +46,32 @@ __global__ void __launch_bounds__(608)
     const int rows = min(group, n_rows - first_row);
     const Cut cut = {n_blocks, slice_blocks, n_slices};
     admit_successor();
-    Product<OUTS, Tile> product(w, nullptr, blockIdx.x * OUTS, cut, gain);
-    await_predecessor();
-
-    const int position = pos_d[0] + first_row;
-    const int64_t slot = int64_t(len_d[0]) + first_row - (base_d == nullptr ? 0 : base_d[0]);
+    Product<OUTS, true, Tile> product(w, nullptr, blockIdx.x * OUTS, cut, gain);
     const int first = column + blockIdx.x * OUTS;  // q_dim and kv_dim are whole blocks
     const auto rotated = [&](int pair) {
         return first < q_dim + kv_dim && (first + pair) % head_dim < n_rot;
     };
+    int position = 0;
+    int64_t slot = 0;
     const auto turn_of = [&](int r, int pair) {
         if (!rotated(pair)) return Turn{1.0f, 0.0f};
         if (position + r < 0 || position + r >= n_positions) return Turn{NAN_F32, NAN_F32};
         const float* turn = angles + size_t(position + r) * n_rot + (first + pair) % head_dim;
         return Turn{turn[0], turn[1]};
     };
-    // The first turn is two loads away; they pass while the product is made.
     const int mine = threadIdx.x;
     Turn turn = {1.0f, 0.0f};
-    if (mine < rows * (OUTS / 2)) turn = turn_of(mine / (OUTS / 2), 2 * (mine % (OUTS / 2)));
     float* parts = staged + rows * OUTS;
     float* squares = parts + size_t(rows) * n_slices * OUTS;
-    product.run(h + size_t(first_row) * n_blocks * TILE_COLS, rows, parts, nullptr, squares);
+    product.run(h + size_t(first_row) * n_blocks * TILE_COLS, rows, parts, nullptr, squares, [&] {
+        position = pos_d[0] + first_row;
+        slot = int64_t(len_d[0]) + first_row - (base_d == nullptr ? 0 : base_d[0]);
+        // The first turn is two loads away; they pass while the product is made.
+        if (mine < rows * (OUTS / 2)) turn = turn_of(mine / (OUTS / 2), 2 * (mine % (OUTS / 2)));
+    });
     __syncthreads();
 
+#pragma unroll 1
     for (int i = mine; i < rows * (OUTS / 2); i += blockDim.x) {
         const int r = i / (OUTS / 2);
         const int pair = 2 * (i % (OUTS / 2));
@@ -91,6 +93,7 @@ __global__ void __launch_bounds__(608)
         const bool is_k = first < q_dim + kv_dim;
         const int from = first - q_dim - (is_k ? 0 : kv_dim);
         const Side side = {is_k ? k_plane : v_plane, from / OUTS, kv_dim / OUTS};
+#pragma unroll 1
         for (int i = threadIdx.x; i < rows * BLOCK_QUARTERS; i += blockDim.x) {
             const int r = i / BLOCK_QUARTERS;
             if (slot + r < 0 || slot + r >= capacity) continue;
