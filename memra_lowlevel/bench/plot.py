@@ -43,8 +43,17 @@ def series(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return {name: curve for name, curve in ordered.items() if len(curve) > 1}
 
 
-def draw(path: Path, rows: Sequence[Row], about: Mapping[str, Any]) -> None:
+def draw(path: Path, rows: Sequence[Row], about: Mapping[str, Any], seal: str = "") -> None:
     """Write a figure of two panels; the format follows the file's suffix.
+
+    Parameters
+    ----------
+    path : Path
+    rows : sequence of Row
+    about : mapping
+        The environment of the result.
+    seal : str
+        Of the result file; an SVG keeps it, so that a check can tell what it was drawn from.
 
     Raises
     ------
@@ -83,7 +92,7 @@ def draw(path: Path, rows: Sequence[Row], about: Mapping[str, Any]) -> None:
     share.legend(fontsize=7)
     figure.suptitle(f"Decode attention, {about.get('device')}", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
-    metadata = {"Date": None} if path.suffix == ".svg" else None
+    metadata = {"Date": None, "Description": f"seal {seal}"} if path.suffix == ".svg" else None
     figure.savefig(path, metadata=metadata)
     pyplot.close(figure)
 
@@ -97,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("figure", type=Path)
     args = parser.parse_args(argv)
     result = load(args.result)
-    draw(args.figure, result.rows, result.environment)
+    draw(args.figure, result.rows, result.environment, result.seal)
     return 0
 
 

@@ -131,6 +131,8 @@ class Result:
         Verdicts of ``tools/gpu_check.py`` by name; empty for a benchmark.
     problems : list of str
         What is wrong with the file: a broken seal, missing fields.
+    seal : str
+        Digest over its content.
     """
 
     path: Path
@@ -139,6 +141,7 @@ class Result:
     notes: list[str]
     items: dict[str, Any]
     problems: list[str]
+    seal: str
 
     def group(self, name: str) -> list[Row]:
         """Rows of one group, in the order of the file."""
@@ -267,7 +270,15 @@ def load(path: Path) -> Result:
             problems.append(f"{row.what} is compared with {row.baseline!r}, which is not there")
         if row.group not in sources.FAMILIES:
             problems.append(f"{row.what} belongs to no known group ({row.group!r})")
-    return Result(path, about, rows, list(body.get("notes", [])), body.get("items", {}), problems)
+    return Result(
+        path,
+        about,
+        rows,
+        list(body.get("notes", [])),
+        body.get("items", {}),
+        problems,
+        str(body.get("seal", "")),
+    )
 
 
 def _seal(body: Mapping[str, Any]) -> str:

@@ -9,6 +9,8 @@ A document marks a table::
 ``python -m memra_lowlevel.bench.tables`` compares every table with its result file, ``--write``
 refreshes them. Below each table stand the command, commit, device and file; and «older source»
 where the code that it speaks of has changed since. A table of times outside such marks is refused.
+A figure is marked above its image, ``<!-- figure: docs/attention.svg from FILE.json -->``; it must
+have been drawn from that file.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ OLDER = "«older source»"
 
 END = "<!-- end of table -->"
 _BEGIN = re.compile(r"<!-- table: (?P<kind>[\w-]+) from (?P<path>\S+) -->")
+_FIGURE = re.compile(r"<!-- figure: (?P<figure>\S+\.svg) from (?P<path>\S+) -->")
 _UNIT = re.compile(r"(?<![\w])(?:µs|us|ms|ns|TB/s|GB/s|tokens/s)(?![\w])")
 _NUMBER = re.compile(r"\d")
 
@@ -80,6 +83,7 @@ def check(root: Path = REPOSITORY, *, write: bool = False) -> list[Problem]:
     for document in documents(root):
         text = document.read_text(encoding="utf-8")
         fresh, found = rewritten(text, root)
+        found += _figures(text, root, write=write)
         if write and fresh != text:
             document.write_text(fresh, encoding="utf-8")
         elif fresh != text:
@@ -120,6 +124,29 @@ def rewritten(text: str, root: Path) -> tuple[str, list[tuple[int, str]]]:
         out += [line, *body, lines[end]]
         at = end + 1
     return "\n".join(out), problems
+
+
+def _figures(text: str, root: Path, *, write: bool) -> list[tuple[int, str]]:
+    """Tell which figures were not drawn from the file they name; ``write`` draws them anew."""
+    problems = []
+    for number, line in enumerate(text.split("\n"), 1):
+        mark = _FIGURE.search(line)
+        if mark is None:
+            continue
+        try:
+            result, figure = load(root / mark["path"]), root / mark["figure"]
+            if write:
+                from . import plot
+
+                plot.draw(figure, result.rows, result.environment, result.seal)
+            drawn = figure.is_file() and f"seal {result.seal}<" in figure.read_text("utf-8")
+            if not drawn:
+                problems.append((number, f"{mark['figure']} was not drawn from {mark['path']}"))
+            elif result.stale("attend") and OLDER not in "".join(text.split("\n")[number:][:4]):
+                problems.append((number, f"{mark['figure']} needs the mark {OLDER} below it"))
+        except ArgumentError as error:
+            problems.append((number, str(error)))
+    return problems
 
 
 _BEGIN_TEXT = "<!-- table: KIND from benchmarks/results/FILE.json -->"

@@ -6,7 +6,7 @@ import pytest
 from synthetic import write
 
 from memra_lowlevel import errors
-from memra_lowlevel.bench import tables
+from memra_lowlevel.bench import sources, tables
 from memra_lowlevel.bench.result import REPOSITORY, load
 
 NAME = "benchmarks/results/2030-01-02-made.json"
@@ -14,7 +14,9 @@ BEFORE = f"Text.\n\n<!-- table: attend from {NAME} -->\n{tables.END}\n\nMore.\n"
 
 
 @pytest.fixture
-def root(tmp_path):
+def root(tmp_path, monkeypatch):
+    # The sources hold still here, whatever is being edited.
+    monkeypatch.setattr(sources, "digest_of", lambda family: f"digest of {family}")
     (tmp_path / "docs").mkdir()
     write(tmp_path / NAME)
     (tmp_path / "docs" / "performance.md").write_text(BEFORE)
@@ -108,6 +110,23 @@ def test_bad_marks_and_bare_tables(root, text, expected):
     (root / "docs" / "performance.md").unlink()
     (problem,) = tables.check(root)
     assert expected in str(problem)
+
+
+def test_a_figure_is_drawn_from_the_file_it_names(root):
+    mark = f"<!-- figure: docs/a.svg from {NAME} -->\n![attention](a.svg)\n"
+    (root / "docs" / "performance.md").write_text(mark)
+    (problem,) = tables.check(root)
+    assert "was not drawn from" in str(problem) and problem.line == 1
+    assert tables.check(root, write=True) == [] and tables.check(root) == []
+    write(root / NAME, scale=1.5)
+    assert len(tables.check(root)) == 1
+    assert tables.check(root, write=True) == []
+    families = {**load(root / NAME).environment["families"], "attend": "other"}
+    write(root / NAME, families=families)
+    (problem,) = tables.check(root, write=True)
+    assert "needs the mark" in str(problem)
+    (root / "docs" / "performance.md").write_text(mark + f"\n{tables.OLDER}\n")
+    assert tables.check(root) == []
 
 
 def test_tables_without_times_are_free(root):
