@@ -8,8 +8,9 @@ import pytest
 from synthetic import rows
 
 from memra_lowlevel import Device, cli, errors
-from memra_lowlevel.bench import ceilings, clock, command, peers, plot
+from memra_lowlevel.bench import attend, ceilings, clock, command, peers, plot, result, tables
 from memra_lowlevel.bench.attend import CASES, ROWS, Case, measure_case
+from memra_lowlevel.bench.clock import graph_us
 from memra_lowlevel.bench.result import REPOSITORY, Row, load, ratio
 from memra_lowlevel.bench.run import SMALL_NOTE, Run
 
@@ -140,3 +141,39 @@ def test_a_missing_plotter_is_said_before_anything_is_measured(monkeypatch, caps
     assert cli.main(["bench", "attend", "--device", "host", "--plot", "x.svg"]) == 1
     said = capsys.readouterr()
     assert "memra-lowlevel[plot]" in said.err and "bench on" not in said.out
+
+
+def test_the_whole_path_with_floors_and_goals(monkeypatch):
+    """What a GPU runs, in small: every group with ceilings of the same run, rows complete."""
+    monkeypatch.setattr(clock, "ROTATION_BYTES", 1 << 20)
+    monkeypatch.setattr(clock, "_N_CALLS", 2)
+    monkeypatch.setattr(clock, "_MAX_SETS", 2)
+    monkeypatch.setattr(ceilings, "READ_MIB", (1,))
+    monkeypatch.setattr(ceilings, "COPY_MIB", (1,))
+    monkeypatch.setattr(ceilings, "ROTATION_BYTES", 2 << 20)
+    monkeypatch.setattr(attend, "CASES", attend._SMALL)
+    monkeypatch.setattr(attend, "ROWS", attend._SMALL_ROWS)
+    with Device("host") as device, device.stream(name="bench") as stream:
+        state = Run(device, stream)
+        state.timed = lambda calls, n=2: graph_us(device, stream, calls, 2)
+        for group in ("attend", "rows", "launch", "replay"):
+            command.measure(state, group)
+    by_group = {group: [r for r in state.rows if r.group == group] for group in FAST}
+    assert {"read 1 MiB", "copy 1 MiB", "empty node"} == {r.what for r in by_group["ceilings"]}
+    for row in by_group["attend"] + by_group["rows"]:
+        assert row.floor and row.share and not row.note
+        assert {"shape", "ctx", "n_rows", "bytes", "sets"} <= set(row.extra)
+    more = [row for row in by_group["rows"] if row.extra["n_rows"] > 1]
+    assert more and all(row.goal and row.extra["over_one_row"] for row in more)
+    named = {row.what: row for row in state.rows}
+    if "launch, C" in named:
+        c_us = named["launch, C"].median
+        assert named["launch, prepared"].goal == pytest.approx(1.05 * c_us, abs=1e-3)
+        assert named["replay"].goal == pytest.approx(named["replay, C"].median + 0.1, abs=1e-3)
+    for group in ("ceilings", "attend", "rows", "launch", "replay"):
+        found = result.Result(REPOSITORY, {"command": []}, state.rows, [], {}, [], "")
+        assert len(tables.render(group, found, "x.json")) == len(by_group_lines(found, group)) + 4
+
+
+def by_group_lines(found, group):
+    return [r for r in found.group(group) if group not in ("attend", "rows") or r.peer is None]
