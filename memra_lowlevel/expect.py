@@ -7,12 +7,13 @@ its plain form. Nothing is rounded or guessed: 2.5 is no extent, True is no numb
 from __future__ import annotations
 
 import operator
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .driver.trace import caller
 from .errors import ArgumentError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["dtype", "integer", "kind", "name", "refusal"]
 
@@ -42,7 +43,7 @@ def kind(what: str, value: Any, cls: type[T], expected: str, remedy: str = "") -
 def integer(what: str, value: Any, low: int | None = None, high: int | None = _I64) -> int:
     """Give ``value`` as an int, if it is a Python or NumPy integer in ``low … high``."""
     if type(value) is not int:
-        if isinstance(value, bool | np.bool_):
+        if type(value).__name__ in ("bool", "bool_"):  # NumPy's is called either
             raise refusal(what, value, "an integer", "a truth value is none")
         try:
             value = operator.index(value)
@@ -64,6 +65,8 @@ def name(what: str, value: Any) -> str | None:
 
 def dtype(what: str, value: Any) -> np.dtype[Any]:
     """Give ``value`` as a dtype that device memory can hold: plain bytes, this machine's order."""
+    import numpy as np
+
     if value is None:
         raise refusal(f"{what}: dtype", value, "a NumPy dtype", "name it")
     try:
@@ -85,11 +88,13 @@ def dtype(what: str, value: Any) -> np.dtype[Any]:
 
 
 def _show(got: Any) -> str:
-    if got is None or isinstance(got, bool | int | float | str | bytes | np.generic | np.dtype):
-        text = repr(got)
-        return text if len(text) <= 60 else text[:57] + "…"
-    if isinstance(got, np.ndarray):
-        return f"a NumPy array, {got.dtype}{list(got.shape)}"
     if isinstance(got, type):
         return f"the class {got.__name__}"
+    # By name: compiling, and doctor, work without NumPy.
+    numpy = type(got).__module__.partition(".")[0] == "numpy"
+    if numpy and hasattr(got, "dtype") and getattr(got, "shape", None):
+        return f"a NumPy array, {got.dtype}{list(got.shape)}"
+    if got is None or numpy or isinstance(got, bool | int | float | str | bytes):
+        text = repr(got)
+        return text if len(text) <= 60 else text[:57] + "…"
     return f"an object of type {type(got).__name__}"
