@@ -356,9 +356,10 @@ def _decode_q8_0(b: Bytes) -> Floats:
 
 def _encode_q5_1(x: Floats) -> Bytes:
     with np.errstate(invalid="ignore", over="ignore"):
-        # argmin takes the first of equal minima, which decides the sign of a zero.
+        # The first of equal extremes decides the sign of a zero; min and max take any.
         m = np.take_along_axis(x, x.argmin(axis=1)[:, None], axis=1)
-        d = ((x.max(axis=1, keepdims=True) - m) / np.float32(31)).astype(np.float32)
+        top = np.take_along_axis(x, x.argmax(axis=1)[:, None], axis=1)
+        d = ((top - m) / np.float32(31)).astype(np.float32)
         q = _codes((x - m) * _reciprocal(d) + np.float32(0.5), 31)
     ok = _finite_blocks(x, d)
     q = np.where(ok, q, np.uint8(0))

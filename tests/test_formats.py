@@ -202,6 +202,12 @@ def test_scales_whose_reciprocal_overflows_encode_as_zero_codes():
     assert Q5_1.encode(spread).tobytes() == bytes(24)
 
 
+def test_the_first_of_zeros_of_both_signs_is_the_minimum():
+    x = np.zeros((2, 32), np.float32)
+    x[0, 1::2], x[1, ::2] = -0.0, -0.0
+    assert Q5_1.encode(x)[:, :4].tolist() == [[0, 0, 0, 0], [0, 0, 0, 0x80]]
+
+
 def test_a_float32_range_beyond_float32_is_poison():
     x = padded(3e38, -3e38)
     assert np.isnan(Q5_1.decode(Q5_1.encode(x))).all()

@@ -46,6 +46,17 @@ __device__ __forceinline__ uint16_t f32_to_f16(float value) {
 #endif
 }
 
+// Two that are no NaN, the first in the low half.
+__device__ __forceinline__ uint32_t finite_to_f16x2(float low, float high) {
+#if MEMRA_CUDA && __CUDA_ARCH__ >= 800
+    uint32_t bits;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+    return bits;
+#else
+    return f32_to_f16(low) | uint32_t(f32_to_f16(high)) << 16;
+#endif
+}
+
 __device__ __forceinline__ float bf16_to_f32(uint16_t bits) {
     return __uint_as_float(uint32_t(bits) << 16);
 }
@@ -76,4 +87,20 @@ __device__ __forceinline__ uint8_t f32_to_e4m3(float value) {
     }
     const uint32_t rounded = magnitude + 0x7FFFFu + (magnitude >> 20 & 1u);
     return uint8_t(sign | ((rounded >> 20) - (120u << 3)));
+}
+
+// Of four, one per byte.
+__device__ __forceinline__ uint32_t f32_to_e4m3x4(const float4& v) {
+#if MEMRA_CUDA && __CUDA_ARCH__ >= 890
+    // A NaN is made positive first: the instruction need not drop its sign.
+    const float x = v.x != v.x ? NAN_F32 : v.x, y = v.y != v.y ? NAN_F32 : v.y;
+    const float z = v.z != v.z ? NAN_F32 : v.z, w = v.w != v.w ? NAN_F32 : v.w;
+    uint16_t low, high;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(y), "f"(x));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(w), "f"(z));
+    return uint32_t(low) | uint32_t(high) << 16;
+#else
+    return uint32_t(f32_to_e4m3(v.x)) | uint32_t(f32_to_e4m3(v.y)) << 8 |
+           uint32_t(f32_to_e4m3(v.z)) << 16 | uint32_t(f32_to_e4m3(v.w)) << 24;
+#endif
 }

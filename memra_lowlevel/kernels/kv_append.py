@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +24,8 @@ MAX_ROWS = 65_535
 """Rows of one launch: the extent of a grid."""
 
 _THREADS = 128
-_QUARTERS = 4
+_WARP = 32
+_RUN = 16  # blocks of a row that a warp takes
 
 registry.register(
     KernelSpec(
@@ -194,13 +196,20 @@ def _launch(
     n, width_k, width_v = k.shape[0], k.shape[1], v.shape[1]
     if n == 0:
         return
-    units = max(width_k, width_v) // BLOCK * _QUARTERS
-    threads = min(_THREADS, -(-units // 32) * 32)
-    config = LaunchConfig((-(-units // threads), n, 2), (threads, 1, 1))
+    config, group = _plan(n, max(width_k, width_v), stream.device.limits.n_sms)
     launch(
         stream, config, kernel,
-        k, v, k_plane, v_plane, width_k, width_v, rows, len_d, base_d, table, fault,
+        k, v, k_plane, v_plane, n, group, width_k, width_v, rows, len_d, base_d, table, fault,
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(n: int, width: int, n_sms: int) -> tuple[LaunchConfig, int]:
+    """Choose the grid and the rows that a warp takes: one, while there are few."""
+    runs = -(-width // (BLOCK * _RUN))
+    warps = min(_THREADS // _WARP, runs)
+    group = 2 if 2 * n * runs > 64 * n_sms else 1
+    return LaunchConfig((-(-runs // warps), -(-n // group), 2), (warps * _WARP, 1, 1)), group
 
 
 def _widths(k: Buffer, v: Buffer) -> tuple[int, int, int]:

@@ -13,6 +13,7 @@ from families import family
 from memra_lowlevel import errors
 from memra_lowlevel.compile import cuda_src_root
 from memra_lowlevel.driver.host import mutate
+from memra_lowlevel.formats import Q8_0
 
 ORDERS = ("forward", "reverse")
 ROOT = cuda_src_root()
@@ -25,6 +26,13 @@ def attend(text):
     for order in ORDERS:
         partial, length = kv.run_partial(text, length=300, order=order)
         kv.run_combine(text, partial, length, order=order)
+
+
+def append(text):
+    kv = family("kernels/test_kv_checked.py")
+    x = np.random.default_rng(0).standard_normal((3, 96), np.float32)
+    for order in ORDERS:
+        kv.run_append(Q8_0, x, text, order=order, check=True)
 
 
 def delta(text):
@@ -55,6 +63,7 @@ def model(name):
 
 
 DRIVES = {
+    "kv/append.cu": append,
     "kv/attend.cu": attend,
     "recur/delta.cu": delta,
     **{f"layer_kv/{name}.cu": layer_cache(name) for name in ("exact", "states")},

@@ -75,6 +75,23 @@ def test_rows_in_one_launch_equal_rows_one_by_one(stream, n, width_k, width_v):
     assert single.len_d.to_numpy(stream)[0] == 3 + n
 
 
+def test_many_rows_share_warps_and_a_table_leads_each_elsewhere(stream):
+    """More rows than a device takes at once; the rows of a table go to their planes in reverse."""
+    n, rng = 4301, np.random.default_rng(3)
+    k, v = normal(rng, n, 96), normal(rng, n, 32)
+    planes = Planes(stream, 1, 96, n + 2, head_dim_v=32)
+    before = planes.bytes()
+    planes.set_len(1)
+    planes.append(k, v)
+    check(planes, before, k, v, 1)
+    table = planes.upload(table_of([planes], [(0, n - 1 - r) for r in range(n)]))
+    kv_append.append(
+        stream, planes.upload(k), planes.upload(v), None, None, None,
+        k_format=Q8_0, v_format=Q5_1, rows=n + 2, table=table,
+    )  # fmt: skip
+    check(planes, before, k[::-1], v[::-1], 1)
+
+
 def test_row_sizes_that_are_no_multiple_of_four():
     assert Q8_0.row_bytes(96) == 102 and Q8_0.row_bytes(192) == 204 and Q4_0.row_bytes(32) == 18
 

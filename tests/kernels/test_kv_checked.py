@@ -53,28 +53,66 @@ def test_attention_is_clean(d, queries, n, group, order):
     assert np.isfinite(run_combine("kv/attend.cu", partial, length, **options)).all()
 
 
-def run_append(fmt, x, **how):
-    plane = np.full((5, fmt.row_bytes(96)), 0xFF, np.uint8)
-    other = plane.copy()
-    kernel = runner.quick("kv/append.cu", f"append_kv<{fmt.constant}, {fmt.constant}>", **how)
+def run_append(fmt, x, source="kv/append.cu", order="random", **how):
+    """Append n rows behind the first of a plane; returns the rows, of K and V."""
+    n, width = x.shape
+    planes = [np.full((n + 2, fmt.row_bytes(width)), 0xFF, np.uint8) for _ in range(2)]
+    kernel = runner.quick(source, f"append_kv<{fmt.constant}, {fmt.constant}>", **how)
+    runs = -(-width // 512)
     kernel(
-        (1, 3, 2), 32, 0,
-        x, x.copy(), plane, other, I32(96), I32(96), I32(5), np.array([1], I32), None, None,
-        np.zeros(2, I32), order="random",
+        (runs, -(-n // 2), 2), 32, 0,
+        x, x.copy(), *planes, I32(n), I32(2), I32(width), I32(width), I32(n + 2),
+        np.array([1], I32), None, None, np.zeros(2, I32), order=order,
     )  # fmt: skip
-    assert np.array_equal(plane[1:4], fmt.encode(x, check=False)) and np.array_equal(plane, other)
+    assert all((plane[[0, -1]] == 0xFF).all() for plane in planes)
+    return [plane[1:-1] for plane in planes]
+
+
+LANES = {"BLOCK32_LANES": "1"}
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
-def test_append_is_clean(fmt):
-    run_append(fmt, normal(np.random.default_rng(0), 3, 96), check=True)
+@pytest.mark.parametrize("width", [96, 544])
+def test_append_is_clean(fmt, width):
+    x = normal(np.random.default_rng(0), 3, width)
+    for defines in ({}, LANES):
+        for rows in run_append(fmt, x, check=True, defines=defines):
+            assert np.array_equal(rows, fmt.encode(x))
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
 def test_append_has_no_undefined_behaviour(fmt):
     x = normal(np.random.default_rng(0), 3, 96)
     x[1, 3], x[2, 5], x[0, 40] = np.nan, 3e38, -np.inf
-    run_append(fmt, x, sanitize="undefined")
+    for rows in run_append(fmt, x, sanitize="undefined"):
+        assert np.array_equal(rows, fmt.encode(x, check=False))
+
+
+def hard_blocks(n):
+    """Blocks with ties, equal extremes, zeros of both signs, tiny and huge scales, no numbers."""
+    rng = np.random.default_rng(2)
+    blocks = normal(rng, n, 9, 32)
+    blocks[:, 1] = rng.integers(-254, 255, (n, 32)) / 2
+    blocks[:, 1, rng.integers(32)] = 127
+    blocks[:, 2] = rng.integers(0, 63, (n, 32)) / 2
+    blocks[:, 2, 0], blocks[:, 2, 17] = 0, 31
+    blocks[:, 3] = rng.integers(-32, 33, (n, 32)) / 4
+    blocks[:, 4] = rng.choice([0.0, -0.0, 1.0, -1.0], (n, 32), p=[0.45, 0.45, 0.05, 0.05])
+    blocks[:, 5] = rng.choice([0.0, -0.0], (n, 32))
+    blocks[:, 6] *= np.exp2(rng.integers(-145, 126, (n, 1)).astype(F32))
+    blocks[:, 7] = np.nextafter(np.float32(0.5), rng.choice([0, 1], (n, 32)).astype(F32))
+    blocks[:, 7, 5] = 127
+    bad = rng.choice(np.array([np.nan, -np.nan, np.inf, -np.inf, 3e38, -3e38], F32), n)
+    blocks[np.arange(n), 8, rng.integers(0, 32, n)] = bad
+    return blocks.reshape(n, -1)
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
+def test_lanes_that_ask_each_other_find_what_one_reads(fmt):
+    """The body of the GPU, run here: questions, bytes without conversions, rare branches."""
+    x = hard_blocks(150)
+    for rows in run_append(fmt, x, defines=LANES):
+        assert np.array_equal(rows, fmt.encode(x, check=False))
 
 
 def test_attention_has_no_undefined_behaviour():
