@@ -5,7 +5,10 @@ constexpr int MOVE_THREADS = 256;
 
 // What moves by `shift` units also overwrites by `shift` units: unit i goes to i - shift, which unit
 // i - shift must have left. One thread owns all units that are equal modulo the shift and takes them
-// in ascending order, so source and destination may overlap without any ordering between threads.
+// in ascending order, so source and destination may overlap without any ordering between threads. Of
+// such chains it takes several at a time, so that their loads are under way together.
+constexpr int MOVE_CHAINS = 4;
+
 template <class Unit>
 __device__ __forceinline__ void move_units(uint8_t* plane, int64_t shift_bytes, int64_t n_bytes) {
     Unit* to = reinterpret_cast<Unit*>(plane);
@@ -13,8 +16,21 @@ __device__ __forceinline__ void move_units(uint8_t* plane, int64_t shift_bytes, 
     const int64_t n = n_bytes / int64_t(sizeof(Unit));
     const int64_t chains = shift < n ? shift : n;
     const int64_t step = int64_t(gridDim.x) * MOVE_THREADS;
-    for (int64_t c = int64_t(blockIdx.x) * MOVE_THREADS + threadIdx.x; c < chains; c += step)
-        for (int64_t i = c; i < n; i += shift) to[i] = to[i + shift];
+    const int64_t first = int64_t(blockIdx.x) * MOVE_THREADS + threadIdx.x;
+    for (int64_t c = first; c < chains; c += MOVE_CHAINS * step) {
+        for (int64_t i = c; i < n; i += shift) {
+            Unit units[MOVE_CHAINS];
+            bool moves[MOVE_CHAINS];
+#pragma unroll
+            for (int j = 0; j < MOVE_CHAINS; j++) {
+                moves[j] = c + j * step < chains && i + j * step < n;
+                if (moves[j]) units[j] = to[i + j * step + shift];
+            }
+#pragma unroll
+            for (int j = 0; j < MOVE_CHAINS; j++)
+                if (moves[j]) to[i + j * step] = units[j];
+        }
+    }
 }
 
 // Grid (any, 2), 256 threads; y chooses the side.

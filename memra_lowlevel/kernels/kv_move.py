@@ -74,7 +74,7 @@ def move_rows(
     if src_row == 0 or n_rows == 0:
         return
     widest = min(src_row, n_rows) * max(k_row_bytes, v_row_bytes)
-    blocks = max(1, min(-(-widest // (16 * _THREADS)), 8 * stream.device.limits.n_sms))
+    blocks = max(1, min(-(-widest // (16 * _THREADS)), 4 * stream.device.limits.n_sms))
     launch(
         stream, LaunchConfig((blocks, 2, 1), (_THREADS, 1, 1)),
         registry.kernel(stream.device, "move_rows"),
