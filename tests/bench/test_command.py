@@ -148,8 +148,8 @@ def test_the_whole_path_with_floors_and_goals(monkeypatch):
     monkeypatch.setattr(clock, "ROTATION_BYTES", 1 << 20)
     monkeypatch.setattr(clock, "_N_CALLS", 2)
     monkeypatch.setattr(clock, "_MAX_SETS", 2)
-    monkeypatch.setattr(ceilings, "READ_MIB", (1,))
-    monkeypatch.setattr(ceilings, "COPY_MIB", (1,))
+    monkeypatch.setattr(ceilings, "READ_BYTES", (1 << 16, 1 << 20))
+    monkeypatch.setattr(ceilings, "COPY_BYTES", (1 << 20,))
     monkeypatch.setattr(ceilings, "ROTATION_BYTES", 2 << 20)
     monkeypatch.setattr(attend, "CASES", attend._SMALL)
     monkeypatch.setattr(attend, "ROWS", attend._SMALL_ROWS)
@@ -159,7 +159,9 @@ def test_the_whole_path_with_floors_and_goals(monkeypatch):
         for group in ("attend", "rows", "launch", "replay"):
             command.measure(state, group)
     by_group = {group: [r for r in state.rows if r.group == group] for group in FAST}
-    assert {"read 1 MiB", "copy 1 MiB", "empty node"} == {r.what for r in by_group["ceilings"]}
+    assert {"read 64 KiB", "read 1 MiB", "copy 1 MiB", "empty node"} == {
+        r.what for r in by_group["ceilings"]
+    }
     for row in by_group["attend"] + by_group["rows"]:
         assert row.floor and row.share and not row.note
         assert {"shape", "ctx", "n_rows", "bytes", "sets"} <= set(row.extra)
