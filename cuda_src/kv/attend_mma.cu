@@ -18,6 +18,7 @@
 // A scale or minimum that is not finite makes NaN of the outputs that see it.
 #include "common/bulk.cuh"
 #include "common/counters.cuh"
+#include "common/dependent.cuh"
 #include "common/fragments.cuh"
 #include "common/mma.cuh"
 #include "common/pipeline.cuh"
@@ -269,8 +270,10 @@ __device__ __forceinline__ void raise(WarpState<D, SETS>& state, const WarpTable
             const int at = i / 2 * 8 + 2 * t + i % 2;
             if (key + at < tables.start[s][g] || key + at >= tables.end[s][g]) continue;
 #pragma unroll
-            for (int b = 0; b < D / 32; b++)
-                scale = fmaxf(scale, fabsf(tables.v_scale[b / 2][at][b % 2]));
+            for (int b = 0; b < D / 32; b++) {
+                const float d = fabsf(tables.v_scale[b / 2][at][b % 2]);
+                scale = d < INF_F32 ? fmaxf(scale, d) : scale;
+            }
         }
         high = fmaxf(high, __shfl_xor_sync(FULL_MASK, high, 1));
         high = fmaxf(high, __shfl_xor_sync(FULL_MASK, high, 2));
@@ -278,7 +281,7 @@ __device__ __forceinline__ void raise(WarpState<D, SETS>& state, const WarpTable
         scale = fmaxf(scale, __shfl_xor_sync(FULL_MASK, scale, 2));
         const float pivot = fmaxf(state.pivot[s], ceilf(fminf(high, 1e8f)));
         int32_t top = int32_t(__float_as_uint(scale) >> 23) - 126;
-        top = top > 17 ? 17 : top > state.top[s] ? top : state.top[s];
+        top = top > state.top[s] ? top : state.top[s];
         const int32_t down = int32_t(fmaxf(state.pivot[s] - pivot, -1000.0f));
         const int32_t down_sums = down + state.top[s] - top;
         state.pivot[s] = pivot, state.top[s] = top;
@@ -518,6 +521,8 @@ __global__ void __launch_bounds__(256, D * SETS <= 128 ? 2 : 1)
                int32_t heads_per_block, int32_t warps_per_head, int32_t keys_per_stage) {
     constexpr int K_HEAD = D / 32 * K_BLOCK_BYTES, V_HEAD = D / 32 * V_BLOCK_BYTES;
     DYN_SMEM(uint8_t, shared);
+    admit_successor();
+    await_predecessor();
     const int warp = threadIdx.x / WARP_LANES, lane = threadIdx.x % WARP_LANES;
     const int n_workers = heads_per_block * warps_per_head;
     const int slice_k = heads_per_block * K_HEAD, slice_v = heads_per_block * V_HEAD;
@@ -702,6 +707,8 @@ __global__ void __launch_bounds__(256)
     constexpr int QUADS = 8, SPLITS = 32;  // chunk c belongs to split c % 32
     __shared__ float sums[SPLITS][4 * QUADS + 1];
     __shared__ float pivots[SPLITS], weights[SPLITS];
+    admit_successor();
+    await_predecessor();
     const int thread = threadIdx.x, quad = thread % QUADS, split = thread / QUADS;
     const int head = blockIdx.x, row = blockIdx.y, n_heads = gridDim.x;
     const KeyRange keys =

@@ -7,6 +7,7 @@ only, so that a captured launch serves every length.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from ..formats import FORMATS, Format
 from ..runtime.launch import LaunchConfig, launch
 from ..runtime.memory import Buffer
 from ..runtime.stream import expect_stream
-from . import registry
+from . import kv_attend_mma, registry
 from .registry import KernelSpec, Tolerance
 
 if TYPE_CHECKING:
@@ -30,8 +31,10 @@ if TYPE_CHECKING:
 __all__ = [
     "HEAD_DIMS",
     "MAX_GROUP",
+    "Choice",
     "attend",
     "check_supported",
+    "choose",
     "chunk_begin",
     "chunk_of",
     "prepare",
@@ -73,6 +76,7 @@ registry.register(
             "sinks", "softcap", "capacity", "table of sequences",
         ),
         hot=True,
+        pdl="waits",
     ),
     KernelSpec(
         name="attend_combine",
@@ -83,6 +87,7 @@ registry.register(
         tolerance=Tolerance("relative", 1e-5, "as attend_partial"),
         edges=("no chunk", "one chunk", "workspace too small", "sinks", "log-sum-exp"),
         hot=True,
+        pdl="waits",
     ),
 )  # fmt: skip
 
@@ -111,6 +116,8 @@ def attend(
     counted: bool = False,
     numeric: str = "exact",
     table: Buffer | None = None,
+    kernel: str | None = None,
+    programmatic: bool = False,
 ) -> None:
     """Attend n rows: row r sees the keys below ``len + r + 1``.
 
@@ -147,6 +154,12 @@ def attend(
         Numeric class.
     table : Buffer, optional
         u64 ``[n, 5]``: planes and counters of each row's sequence, as in ``kv_append.append``.
+    kernel : str, optional
+        ``"mma"`` or ``"simt"``; default what :func:`choose` says. Of one class, but not bit for bit
+        the same: keep to one kernel over a plane.
+    programmatic : bool
+        Start while the predecessor, a kernel of the stream, still runs, where kernel and device
+        can; see :mod:`~memra_lowlevel.kernels.model`.
 
     Raises
     ------
@@ -158,6 +171,10 @@ def attend(
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     _check_kinds(stream, q=q, out=out, workspace=workspace, sinks=sinks, lse=lse, table=table)
     expect.kind("attend: numeric", numeric, str, "a numeric class")
+    choice = choose(
+        stream.device, k_format, v_format, head_dim, head_dim_v,
+        n_kv_heads=n_kv_heads, kernel=kernel,
+    )  # fmt: skip
     window = _window(window)
     scale = _scalar("scale", head_dim**-0.5 if scale is None else scale)
     softcap = 0.0 if softcap is None else _scalar("softcap", softcap, positive=True)
@@ -186,31 +203,98 @@ def attend(
                 raise _refused(name, f"at least {need} bytes ({rows} rows)", f"{plane.n_bytes}")
     elif table.n_bytes < n_rows * 40:
         raise _refused("table", f"u64[{n_rows}, 5]", f"{table.n_bytes} bytes")
-    if workspace.n_bytes < plan.workspace_bytes:
+    need = plan.workspace_bytes
+    if choice.kernel == "mma":
+        slots = kv_attend_mma.slots_of(rows, n_rows, window, base_d is not None, table is not None)
+        need = kv_attend_mma.workspace_bytes(n_rows, n_heads, head_dim, slots)
+    if workspace.n_bytes < need:
         raise _refused(
-            "workspace", f"at least {plan.workspace_bytes} bytes (workspace_bytes)",
-            f"{workspace.n_bytes}",
-        )  # fmt: skip
+            "workspace", f"at least {need} bytes (workspace_bytes)", f"{workspace.n_bytes}"
+        )
     if sinks is not None and sinks.n_bytes < 4 * n_heads:
         raise _refused("sinks", f"f32[{n_heads}]", str(sinks.shape))
     if lse is not None and lse.n_bytes < 4 * n_rows * n_heads:
         raise _refused("lse", f"f32[{n_rows}, {n_heads}]", str(lse.shape))
     if n_rows == 0:
         return
+    if choice.kernel == "mma":
+        kv_attend_mma.attend(
+            stream, q, k_plane, v_plane, out, len_d=len_d, rows=rows, n_kv_heads=n_kv_heads,
+            workspace=workspace, base_d=base_d, window=window, scale=scale, sinks=sinks,
+            softcap=softcap, lse=lse, counted=n_rows if counted else 0, table=table,
+        )  # fmt: skip
+        return
     partial, combine = _kernels(
         stream.device, k_format, v_format, head_dim, head_dim_v, plan.queries
     )
     behind = n_rows if counted else 0
+    early = stream.device.kind == "cuda" and int(stream.device.arch[3:]) >= 90
     launch(
-        stream, plan.partial, partial,
+        stream, _starting(plan.partial, early and programmatic), partial,
         q, k_plane, v_plane, n_rows, n_kv_heads, group, rows, window, behind,
         scale, softcap, len_d, base_d, table,
         workspace, plan.n_slots,
     )  # fmt: skip
     launch(
-        stream, plan.combine, combine,
+        stream, _starting(plan.combine, early), combine,
         workspace, sinks, out, lse, rows, window, behind, len_d, base_d, table, plan.n_slots,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel for a plane, and why it is this one.
+
+    Attributes
+    ----------
+    kernel : str
+        ``"mma"`` (tensor cores) or ``"simt"`` (every format and shape).
+    reason : str
+    """
+
+    kernel: str
+    reason: str
+
+
+def choose(
+    device: Device,
+    k_format: Format,
+    v_format: Format,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    *,
+    n_kv_heads: int,
+    kernel: str | None = None,
+) -> Choice:
+    """Say which kernel :func:`attend` takes.
+
+    It depends on the device and the planes, not on a launch, so that all launches over a plane
+    agree bit for bit. Both kernels are of class ``exact``.
+
+    Raises
+    ------
+    FormatUnsupported
+        ``kernel`` asks for one that cannot do it.
+    """
+    if kernel not in (None, "mma", "simt"):
+        raise _refused("kernel", "'mma', 'simt' or None", repr(kernel))
+    if kernel == "simt":
+        return Choice("simt", "asked for")
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    refusal = kv_attend_mma.refusal(device, k_format, v_format, head_dim, head_dim_v, n_kv_heads)
+    if kernel == "mma" and refusal is not None:
+        raise FormatUnsupported(
+            f"the tensor-core kernel does not do {refusal}; kernel='simt' does",
+            op="attend", k_format=k_format.name, v_format=v_format.name, head_dim=head_dim,
+            arch=device.arch, nearest=["simt"],
+        )  # fmt: skip
+    if kernel == "mma":
+        return Choice("mma", "asked for")
+    if refusal is not None:
+        return Choice("simt", f"the tensor-core kernel does not do {refusal}")
+    if device.kind == "host":
+        return Choice("simt", "the host device emulates tensor cores, which is slow")
+    return Choice("mma", f"K {k_format}, V {v_format}, head_dim {head_dim} on {device.arch}")
 
 
 def prepare(
@@ -230,6 +314,9 @@ def prepare(
     wanted = {queries_at_once(n * group, widest) for n in (1, max_rows)}
     for queries in sorted(wanted):
         _kernels(device, k_format, v_format, head_dim, head_dim_v, queries)
+    kinder = choose(device, k_format, v_format, head_dim, head_dim_v, n_kv_heads=4)
+    if kinder.kernel == "mma":  # for some number of kv heads
+        kv_attend_mma.prepare(device, head_dim, n_queries=max_rows * group)
 
 
 def check_supported(
@@ -272,6 +359,7 @@ def workspace_bytes(
     *,
     window: int | None = None,
     ring: bool = False,
+    kernel: str | None = None,
 ) -> int:
     """Bytes that :func:`attend` needs for ``n_rows`` rows over a plane of ``rows``.
 
@@ -282,8 +370,12 @@ def workspace_bytes(
     window : int, optional
     ring : bool
         The plane has a ``base_d``.
+    kernel : str, optional
+        As for :func:`attend`; default enough for any that it may choose on this device.
     """
     slots = n_slots(rows, n_rows, _window(window), ring)
+    if kernel == "mma" or (kernel is None and device.kind != "host"):
+        slots = max(slots, kv_attend_mma.n_slots(rows, n_rows, _window(window), ring))
     return n_rows * n_heads * slots * (head_dim_v + 2) * 4
 
 
@@ -316,6 +408,12 @@ def n_slots(rows: int, n_rows: int, window: int, ring: bool) -> int:
 def queries_at_once(n_queries: int, widest: int) -> int:
     """Return how many queries a thread block takes: few, or as many as fit."""
     return 4 if n_queries <= 4 else 8 if widest > 256 else 16
+
+
+@functools.lru_cache(maxsize=512)
+def _starting(config: LaunchConfig, early: bool) -> LaunchConfig:
+    """Give the configuration of a launch that starts while its predecessor runs, or not."""
+    return dataclasses.replace(config, programmatic=True) if early else config
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..errors import ArgumentError
 from ..formats import Q5_1, Q8_0, Format
-from ..runtime.launch import LaunchConfig, launch, occupancy
+from ..runtime.launch import LaunchConfig, launch
 from . import registry
 from .registry import KernelSpec, Tolerance
 
@@ -19,7 +20,16 @@ if TYPE_CHECKING:
     from ..compile import Kernel
     from ..runtime import Buffer, Device, Stream
 
-__all__ = ["attend", "n_slots", "part_begin", "part_of", "prepare", "refusal", "workspace_bytes"]
+__all__ = [
+    "attend",
+    "n_slots",
+    "part_begin",
+    "part_of",
+    "prepare",
+    "refusal",
+    "slots_of",
+    "workspace_bytes",
+]
 
 HEAD_DIMS = (64, 128, 256)
 
@@ -45,8 +55,8 @@ registry.register(
         oracle="memra_lowlevel.reference.attend:attend",
         tolerance=Tolerance(
             "relative", 1e-5,
-            "q and p * scale as two f16 (22 bits), products summed in f32 by the tensor cores, which "
-            "truncate; over at most some 100,000 keys, against float64 over the decoded cache",
+            "q and p * scale as two f16 (22 bits), products summed in f32 by the tensor cores, "
+            "which truncate; at most some 100,000 keys, against float64 over the decoded cache",
         ),
         edges=(
             "no key", "one key", "step, stage and chunk edges", "masked row", "window", "ring base",
@@ -54,6 +64,7 @@ registry.register(
             "sinks", "softcap", "capacity", "table of sequences", "scales from 2^-24 to 2^15",
         ),
         hot=True,
+        pdl="waits",
     ),
     KernelSpec(
         name="attend_mma_combine",
@@ -64,6 +75,7 @@ registry.register(
         tolerance=Tolerance("relative", 1e-5, "as attend_mma"),
         edges=("no chunk", "one chunk", "workspace too small", "sinks", "log-sum-exp"),
         hot=True,
+        pdl="waits",
     ),
 )  # fmt: skip
 
@@ -114,25 +126,38 @@ def attend(
     lse: Buffer | None,
     counted: int,
     table: Buffer | None,
+    programmatic: bool = False,
 ) -> None:
-    """Launch both kernels; :func:`.kv_attend.attend` has checked everything."""
+    """Launch both kernels; :func:`.kv_attend.attend` has checked everything else.
+
+    Raises
+    ------
+    ArgumentError
+        A plane does not begin at a multiple of 16 bytes.
+    """
     device = stream.device
+    for name, plane in (("k_plane", k_plane), ("v_plane", v_plane)):
+        if plane is not None and plane.ptr % 16:
+            raise ArgumentError(
+                f"attend: {name} must begin at a multiple of 16 bytes for kernel 'mma', "
+                f"got {plane.ptr:#x}",
+                kernel="attend_mma", name=name, expected="a multiple of 16", got=hex(plane.ptr),
+            )  # fmt: skip
     n_rows, n_heads, head_dim = q.shape
     group = n_heads // n_kv_heads
     queries = group if table is not None else n_rows * group
     shape = _shape(head_dim, n_kv_heads, queries, device.limits.shared_optin_bytes)
     kernel, combine = _kernels(device, head_dim, shape.sets)
-    slots = n_slots(rows, 1 if table is not None else n_rows, window, table is not None or
-                    base_d is not None)  # fmt: skip
+    slots = slots_of(rows, n_rows, window, base_d is not None, table is not None)
     blocks = shape.query_blocks * (n_rows if table is not None else 1)
     slices = n_kv_heads // shape.heads
     launch(
-        stream, _config(device, kernel, shape, slices, blocks, slots), kernel,
+        stream, _config(device, kernel, shape, slices, blocks, slots, programmatic), kernel,
         q, k_plane, v_plane, n_rows, n_kv_heads, group, rows, window, counted, scale, softcap,
         len_d, base_d, table, workspace, slots, shape.heads, shape.warps, shape.keys,
     )  # fmt: skip
     launch(
-        stream, LaunchConfig((n_heads, n_rows, head_dim // 32), (256, 1, 1)), combine,
+        stream, _combine_config(n_heads, n_rows, head_dim, _waits(device)), combine,
         workspace, sinks, out, lse, n_rows, rows, window, counted, len_d, base_d, table, slots,
     )  # fmt: skip
 
@@ -177,6 +202,11 @@ def n_slots(rows: int, n_rows: int, window: int, ring: bool) -> int:
     return anywhere if ring else min(part_of(rows - 1) + 1, anywhere)
 
 
+def slots_of(rows: int, n_rows: int, window: int, ring: bool, table: bool) -> int:
+    """Return the chunks per row of a launch."""
+    return n_slots(rows, 1 if table else n_rows, window, ring or table)
+
+
 @dataclass(frozen=True)
 class _Shape:
     """How the queries of a launch lie on warps.
@@ -193,6 +223,8 @@ class _Shape:
     keys : int
         Keys of a stage.
     shared_bytes : int
+    resident : int
+        Thread blocks that a multiprocessor holds at once.
     """
 
     sets: int
@@ -201,6 +233,7 @@ class _Shape:
     query_blocks: int
     keys: int
     shared_bytes: int
+    resident: int
 
 
 def _sets(head_dim: int, n_queries: int) -> int:
@@ -212,7 +245,7 @@ def _shape(head_dim: int, n_kv_heads: int, n_queries: int, room: int) -> _Shape:
     sets = _sets(head_dim, n_queries)
     aligned = _ALIGNED_HEADS[head_dim]
     warps = min(-(-n_queries // (sets * SET)), _WARPS // aligned)
-    resident = 16 if head_dim * sets <= 128 else 8  # warps of a multiprocessor, by their registers
+    resident = 16 if head_dim * sets <= 128 else 8  # warps, by their registers
 
     def shared(heads: int, keys: int) -> int:
         slice_k, slice_v = heads * head_dim // 32 * 34, heads * head_dim // 32 * 24
@@ -233,30 +266,42 @@ def _shape(head_dim: int, n_kv_heads: int, n_queries: int, room: int) -> _Shape:
     keys = 16
     while keys < 64 and fits(heads, 2 * keys):
         keys *= 2
-    blocks = -(-n_queries // (sets * SET * warps))
-    return _Shape(sets, warps, heads, blocks, keys, shared(heads, keys))
+    used = shared(heads, keys)
+    most = max(1, min(resident // (heads * warps), room // (used + 1024)))
+    return _Shape(sets, warps, heads, -(-n_queries // (sets * SET * warps)), keys, used, most)
 
 
 def _config(
-    device: Device, kernel: Kernel, shape: _Shape, slices: int, blocks: int, slots: int
-) -> LaunchConfig:
-    key = ("attend_mma", kernel.name, shape, slices, blocks, slots)
+    device: Device, kernel: Kernel, shape: _Shape, slices: int, blocks: int, slots: int,
+    programmatic: bool,
+) -> LaunchConfig:  # fmt: skip
+    key = ("attend_mma", kernel.name, shape, slices, blocks, slots, programmatic)
     found: LaunchConfig | None = device.memo.get(key)
     if found is None:
         block = (32 * shape.heads * shape.warps, 1, 1)
-        one = LaunchConfig((1, slices, blocks), block, shape.shared_bytes)
-        resident = 2 if device.kind == "host" else max(1, occupancy(kernel, one))
-        share = max(1, device.limits.n_sms * resident // (slices * blocks))
-        found = LaunchConfig((min(slots, share), slices, blocks), block, shape.shared_bytes)
+        share = max(1, device.limits.n_sms * shape.resident // (slices * blocks))
+        found = LaunchConfig(
+            (min(slots, share), slices, blocks), block, shape.shared_bytes,
+            programmatic=programmatic and _waits(device),
+        )  # fmt: skip
         device.memo[key] = found
     return found
+
+
+@functools.lru_cache(maxsize=64)
+def _combine_config(n_heads: int, n_rows: int, head_dim: int, programmatic: bool) -> LaunchConfig:
+    return LaunchConfig((n_heads, n_rows, head_dim // 32), (256, 1, 1), programmatic=programmatic)
+
+
+def _waits(device: Device) -> bool:
+    return device.kind == "cuda" and _capability(device.arch) >= 90
 
 
 def _kernels(device: Device, head_dim: int, sets: int) -> tuple[Kernel, Kernel]:
     key = ("attend_mma", head_dim, sets)
     found: tuple[Kernel, Kernel] | None = device.memo.get(key)
     if found is None:
-        bulk = device.kind != "host" and _capability(device.arch) >= 90
+        bulk = _waits(device)
         instance = {"head_dim": head_dim, "sets": sets, "copy": _BULK if bulk else _ASYNC}
         kernel, combine = registry.kernels(
             device, [("attend_mma", instance), ("attend_mma_combine", {"head_dim": head_dim})]

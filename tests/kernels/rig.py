@@ -84,6 +84,7 @@ class Planes:
         size = kv_attend.workspace_bytes(
             self.device, n, n_heads, self.head_dim_v, self.rows,
             window=options.get("window"), ring=self.base_d is not None,
+            kernel=options.get("kernel"),
         )  # fmt: skip
         if workspace is None:
             workspace = self.poisoned(size)

@@ -1,0 +1,344 @@
+"""Attention on tensor cores: against float64, and bit for bit between ways to compute the same."""
+
+import numpy as np
+import pytest
+from rig import Planes, error, normal, reference, same
+
+from memra_lowlevel import errors
+from memra_lowlevel.driver.host import host_options
+from memra_lowlevel.formats import Q4_0, Q5_1, Q8_0
+from memra_lowlevel.kernels import kv_attend, kv_attend_mma, registry
+
+BOUND = registry.spec("attend_mma").tolerance.value
+HEADS = {64: 4, 128: 2, 256: 1}
+MMA = {"kernel": "mma"}
+
+
+def filled(stream, head_dim, rows, *, n_kv_heads=None, seed=0, n=None, **options):
+    rng = np.random.default_rng(seed)
+    heads = n_kv_heads or HEADS[head_dim]
+    planes = Planes(stream, heads, head_dim, rows, **options)
+    n = rows if n is None else n
+    planes.load(normal(rng, n, heads * head_dim), normal(rng, n, heads * head_dim))
+    return planes, rng
+
+
+def agree(planes, q, length, **options):
+    """Run, compare with float64, return the output."""
+    counted = options.pop("counted", False)
+    planes.set_len(length + (q.shape[0] if counted else 0))
+    got, lse = planes.attend(q, lse=True, counted=counted, **MMA, **options)
+    wanted, wanted_lse = reference(planes, q, length, **options)
+    assert error(got, wanted) <= BOUND
+    assert np.allclose(lse, wanted_lse, rtol=1e-5, atol=1e-5)
+    return got
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_lengths_around_every_edge(stream, head_dim):
+    planes, rng = filled(stream, head_dim, 140, seed=head_dim)
+    group = 2 * planes.n_kv_heads
+    for n in (1, 2, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 97, 140):
+        agree(planes, normal(rng, 1, group, head_dim), n - 1)
+
+
+@pytest.mark.parametrize("length", [4096, 8191, 8321])
+def test_long_contexts(stream, length):
+    planes, rng = filled(stream, 256, 8330)
+    agree(planes, normal(rng, 1, 3, 256), length - 1)
+
+
+def test_chunks_widen_with_the_position(stream):
+    edges = (0, 31, 32, 8191, 8192, 8319, 8320, 65_535, 65_536, 262_143, 262_144, 1 << 20)
+    for key in edges:
+        part = kv_attend_mma.part_of(key)
+        assert kv_attend_mma.part_begin(part) <= key < kv_attend_mma.part_begin(part + 1)
+        assert kv_attend_mma.part_of(kv_attend_mma.part_begin(part)) == part
+    for first in (8100, 65_400, 262_000):
+        planes, rng = filled(stream, 256, 512, ring=True)
+        planes.set_len(first + 400, base=first)
+        q = normal(rng, 1, 2, 256)
+        got = planes.attend(q, window=300, **MMA)
+        assert error(got, reference(planes, q, first + 400, base=first, window=300)[0]) <= BOUND
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 5, 8, 9, 16])
+def test_group_sizes(stream, group):
+    planes, rng = filled(stream, 128, 90)
+    agree(planes, normal(rng, 1, 2 * group, 128), 77)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "n_kv_heads", "group"), [(64, 4, 3), (128, 2, 4), (128, 6, 1), (256, 2, 5)]
+)
+def test_n_rows_are_n_single_rows(stream, head_dim, n_kv_heads, group):
+    length = 117
+    planes, rng = filled(stream, head_dim, length + 16, n_kv_heads=n_kv_heads, seed=group)
+    q = normal(rng, 16, n_kv_heads * group, head_dim)
+    singles = []
+    for r in range(16):
+        planes.set_len(length + r)
+        singles.append(planes.attend(q[r : r + 1], lse=True, **MMA))
+    for n in (1, 2, 3, 5, 8, 11, 16):
+        planes.set_len(length)
+        out, lse = planes.attend(q[:n], lse=True, **MMA)
+        for r in range(n):
+            assert same(out[r], singles[r][0][0]) and same(lse[r], singles[r][1][0]), (n, r)
+    assert error(out, reference(planes, q, length)[0]) <= BOUND
+
+
+def test_counted_lengths(stream):
+    planes, rng = filled(stream, 128, 80)
+    q = normal(rng, 3, 4, 128)
+    assert same(agree(planes, q, 70), agree(planes, q, 70, counted=True))
+
+
+@pytest.mark.parametrize("window", [1, 2, 31, 64, 100, 1000])
+def test_windows(stream, window):
+    planes, rng = filled(stream, 128, 200)
+    for length in (0, 1, 64, 190):
+        agree(planes, normal(rng, 3, 4, 128), length, window=window)
+
+
+def test_options_of_the_scores(stream):
+    planes, rng = filled(stream, 64, 90)
+    q = normal(rng, 2, 8, 64) * 3
+    sinks = normal(rng, 8)
+    agree(planes, q, 80, sinks=sinks)
+    agree(planes, q, 80, softcap=5.0)
+    agree(planes, q, 80, scale=0.3)
+    agree(planes, q, 80, sinks=sinks * 20, softcap=2.0, scale=0.01, window=40)
+    agree(planes, q, 80, sinks=np.full(8, -np.inf, np.float32))
+
+
+def test_magnitudes_from_tiny_to_huge(stream):
+    """Scales of V over the whole range of f16, in one context; q and K far from 1."""
+    rng = np.random.default_rng(4)
+    planes = Planes(stream, 2, 128, 200)
+    k = normal(rng, 200, 256)
+    for powers in ((-20, -20), (12, 12), (-14, 14), (14, -14)):
+        sizes = 2.0 ** np.linspace(*powers, 200)[:, None]
+        v = normal(rng, 200, 256) * sizes.astype(np.float32)
+        planes.load(k, v)
+        for q_size in (1e-30, 1e-3, 1.0, 6.0):
+            agree(planes, normal(rng, 2, 8, 128) * np.float32(q_size), 190)
+    planes.load(k * np.float32(1e3), v)
+    agree(planes, normal(rng, 2, 8, 128) * np.float32(1e-3), 190)
+    planes.load(k, np.zeros_like(k))
+    assert not planes.attend(normal(rng, 1, 8, 128), **MMA).any()
+
+
+def test_rows_without_keys(stream):
+    planes, rng = filled(stream, 64, 200, ring=True)
+    q = normal(rng, 2, 8, 64)
+    planes.set_len(10, base=100)  # everything the rows could see was dropped
+    out, lse = planes.attend(q, lse=True, **MMA)
+    assert same(out, np.zeros_like(out)) and (lse == -np.inf).all()
+    sinks = normal(rng, 8)
+    out, lse = planes.attend(q, lse=True, sinks=sinks, **MMA)
+    assert same(out, np.zeros_like(out)) and same(lse, np.stack([sinks, sinks]))
+    planes.set_len(99, base=100)  # row 0 sees nothing, row 1 one key
+    out, lse = planes.attend(q, lse=True, **MMA)
+    assert not out[0].any() and (lse[0] == -np.inf).all()
+    wanted = np.repeat(planes.decoded(1)[1][0], 2, axis=0)
+    assert error(out[1], wanted) <= BOUND
+
+
+def test_a_ring_equals_a_flat_plane(stream):
+    flat, rng = filled(stream, 128, 800)
+    k, v = (plane.reshape(800, -1) for plane in flat.bytes())
+    ring = Planes(stream, 2, 128, 300, ring=True)
+    for length, base in ((290, 0), (400, 113), (790, 511)):
+        for buffer, rows in ((ring.k, k), (ring.v, v)):
+            part = np.ascontiguousarray(rows[base : length + 4])
+            buffer.view(0, part.shape, np.uint8).copy_from(stream, part)
+        q = normal(rng, 4, 4, 128)
+        flat.set_len(length)
+        ring.set_len(length, base=base)
+        for window in (1, 50, 160):
+            a, b = (p.attend(q, window=window, **MMA) for p in (flat, ring))
+            assert same(a, b), (length, base, window)
+
+
+def test_a_window_equals_masking(stream):
+    """Keys outside the window have no influence: a plane in which they are poison agrees."""
+    planes, rng = filled(stream, 128, 300)
+    q = normal(rng, 3, 4, 128)
+    planes.set_len(280)
+    plain = planes.attend(q, window=100, **MMA)
+    rows = np.full((181, 256), np.nan, np.float32)
+    planes.load(rows, rows)  # keys below the first window
+    planes.load(rows[:10], rows[:10], first=283)  # and behind the last row
+    assert same(planes.attend(q, window=100, **MMA), plain)
+
+
+def test_a_poisoned_key_stays_with_the_rows_that_see_it(stream):
+    planes, rng = filled(stream, 128, 200)
+    q = normal(rng, 8, 4, 128)
+    planes.set_len(100)
+    clean = planes.attend(q, **MMA)
+    poison = np.full((1, 256), np.nan, np.float32)
+    planes.load(poison, poison, first=104)
+    spoiled = planes.attend(q, **MMA)
+    assert same(spoiled[:4], clean[:4])
+    assert np.isnan(spoiled[4:]).all()
+
+
+@pytest.mark.parametrize("field", [0, 2])
+def test_one_bad_scale_or_minimum_spoils_its_block_only(stream, field):
+    """A V block with an infinite scale (byte 0) or minimum (byte 2): seen by the rows from 3 on."""
+    planes, rng = filled(stream, 128, 100)
+    q = normal(rng, 6, 4, 128)
+    planes.set_len(70)
+    clean = planes.attend(q, **MMA)
+    at = 73 * planes.v_row + 5 * 24 + field  # key 73, head 1, block 1
+    planes.v.view(at, (1,), np.uint16).copy_from(stream, np.array([0x7C00], np.uint16))
+    spoiled = planes.attend(q, **MMA)
+    bad = np.zeros((6, 4, 128), bool)
+    bad[3:, 2:, 32:64] = True
+    assert same(spoiled[~bad], clean[~bad]) and not np.isfinite(spoiled[bad]).any()
+
+
+def test_workspace_content_is_irrelevant(stream):
+    planes, rng = filled(stream, 64, 200)
+    q = normal(rng, 2, 8, 64)
+    planes.set_len(150)
+    size = kv_attend.workspace_bytes(stream.device, 2, 8, 64, 200, kernel="mma")
+    outs = []
+    for byte in (0xFF, 0x00, 0x7F, 0x3F):
+        workspace = stream.device.alloc(size, stream)
+        workspace.fill(stream, byte)
+        outs.append(planes.attend(q, workspace=workspace, **MMA))
+    assert all(same(outs[0], other) for other in outs[1:])
+
+
+def test_capacity_changes_no_bit(stream):
+    results = []
+    for rows in (140, 1000, 20_000):
+        planes, _ = filled(stream, 64, rows, n=140)
+        planes.set_len(137)
+        results.append(planes.attend(normal(np.random.default_rng(3), 2, 8, 64), **MMA))
+    assert same(results[0], results[1]) and same(results[0], results[2])
+
+
+def test_keys_beyond_the_capacity_are_never_read(stream):
+    planes, rng = filled(stream, 64, 100)
+    q = normal(rng, 1, 4, 64)
+    planes.set_len(99)
+    full = planes.attend(q, **MMA)
+    planes.set_len(5000)  # a counter that ran away
+    assert same(planes.attend(q, **MMA), full)
+
+
+def test_a_replay_equals_eager_launches(stream):
+    planes, rng = filled(stream, 128, 200)
+    q, out, again = normal(rng, 2, 4, 128), [], []
+    size = kv_attend.workspace_bytes(stream.device, 2, 4, 128, 200, kernel="mma")
+    queries = planes.upload(q)
+    workspace = planes.poisoned(size).view(0, (size // 4,), np.float32)
+    result = planes.poisoned(2 * 4 * 128 * 4).view(0, (2, 4, 128), np.float32)
+
+    def attend():
+        kv_attend.attend(
+            stream, queries, planes.k, planes.v, result, len_d=planes.len_d, k_format=Q8_0,
+            v_format=Q5_1, rows=200, n_kv_heads=2, head_dim=128, workspace=workspace, **MMA,
+        )  # fmt: skip
+
+    kv_attend_mma.prepare(stream.device, 128, n_queries=4)
+    with stream.capture("step") as graph:
+        attend()
+    step = graph.instantiate()
+    for length in (3, 90, 198):
+        planes.set_len(length)
+        attend()
+        out.append(result.to_numpy(stream))
+        step.launch(stream)
+        again.append(result.to_numpy(stream))
+    step.close()
+    assert all(same(a, b) for a, b in zip(out, again, strict=True))
+    assert not same(out[0], out[1])
+
+
+@pytest.mark.parametrize("order", ["reverse", "random"])
+def test_order_and_threads_change_no_bit(order):
+    from memra_lowlevel import Device
+
+    with Device("host") as device:
+        stream = device.stream(name="order")
+        results = []
+        for options in ({"thread_order": "forward", "workers": 1},
+                        {"thread_order": order, "workers": 2, "seed": 5}):  # fmt: skip
+            with host_options(**options):
+                planes, rng = filled(stream, 128, 150)
+                planes.set_len(130)
+                results.append(planes.attend(normal(rng, 3, 6, 128), softcap=9.0, **MMA))
+        stream.close()
+    assert same(*results)
+
+
+def test_sequences_of_a_table(stream):
+    """Rows of several sequences, each with its own planes and counters, in one launch."""
+    lengths, bases = (50, 131, 200), (0, 0, 60)
+    planes, singles = [], []
+    rng = np.random.default_rng(2)
+    for length, base in zip(lengths, bases, strict=True):
+        p, _ = filled(stream, 128, 220, seed=length, ring=base > 0)
+        p.set_len(length, base=base if base else None)
+        planes.append(p)
+    of_row = [(0, 0), (1, 0), (1, 1), (2, 0), (0, 3)]
+    q = normal(rng, 5, 20, 128)
+    for r, (i, offset) in enumerate(of_row):
+        planes[i].set_len(lengths[i] + offset)
+        singles.append(planes[i].attend(q[r : r + 1], window=150, **MMA))
+        planes[i].set_len(lengths[i])
+    table = np.array(
+        [(planes[i].k.ptr, planes[i].v.ptr, planes[i].len_d.ptr,
+          planes[i].base_d.ptr if planes[i].base_d else 0, offset) for i, offset in of_row],
+        np.int64,
+    ).view(np.uint64)  # fmt: skip
+    size = kv_attend.workspace_bytes(
+        stream.device, 5, 20, 128, 220, window=150, ring=True, kernel="mma"
+    )
+    out = planes[0].poisoned(5 * 20 * 128 * 4).view(0, (5, 20, 128), np.float32)
+    kv_attend.attend(
+        stream, planes[0].upload(q), None, None, out, len_d=None, k_format=Q8_0, v_format=Q5_1,
+        rows=220, n_kv_heads=2, head_dim=128, window=150, table=planes[0].upload(table),
+        workspace=planes[0].poisoned(size).view(0, (size // 4,), np.float32), **MMA,
+    )  # fmt: skip
+    got = out.to_numpy(stream)
+    assert all(same(got[r], singles[r][0]) for r in range(5))
+
+
+def test_the_choice_says_what_and_why(device):
+    def choose(*args, **options):
+        return kv_attend.choose(device, *args, **options)
+
+    free = choose(Q8_0, Q5_1, 128, n_kv_heads=8)
+    assert free.kernel == ("simt" if device.kind == "host" else "mma") and free.reason
+    assert choose(Q8_0, Q5_1, 128, n_kv_heads=8, kernel="mma").kernel == "mma"
+    assert choose(Q8_0, Q5_1, 128, n_kv_heads=8, kernel="simt").kernel == "simt"
+    for args, heads, why in (
+        ((Q8_0, Q4_0, 128), 8, "q4_0"),
+        ((Q8_0, Q5_1, 96), 8, "head_dim 96"),
+        ((Q8_0, Q5_1, 128, 64), 8, "head_dim 128/64"),
+        ((Q8_0, Q5_1, 64), 3, "3 kv heads"),
+        ((Q8_0, Q5_1, 128), 1, "1 kv heads"),
+    ):
+        choice = choose(*args, n_kv_heads=heads)
+        assert choice.kernel == "simt" and why in choice.reason
+        with pytest.raises(errors.FormatUnsupported, match=why):
+            choose(*args, n_kv_heads=heads, kernel="mma")
+    with pytest.raises(errors.ArgumentError, match="kernel"):
+        choose(Q8_0, Q5_1, 128, n_kv_heads=8, kernel="fast")
+
+
+def test_a_workspace_of_the_other_kernel_is_too_small(stream):
+    planes, rng = filled(stream, 128, 1000)
+    small = kv_attend.workspace_bytes(stream.device, 1, 4, 128, 1000, kernel="simt")
+    with pytest.raises(errors.ArgumentError, match="workspace"):
+        kv_attend.attend(
+            stream, planes.upload(normal(rng, 1, 4, 128)), planes.k, planes.v,
+            planes.poisoned(2048).view(0, (1, 4, 128), np.float32), len_d=planes.len_d,
+            k_format=Q8_0, v_format=Q5_1, rows=1000, n_kv_heads=2, head_dim=128,
+            workspace=planes.poisoned(small), **MMA,
+        )  # fmt: skip
