@@ -210,18 +210,26 @@ class Context:
             return
         self.ensure()
         with self._lock:
-            waiting, self._pending = self._pending, []
-        for events, action in waiting:
-            if wait:
-                for event in events:
-                    self.driver.cuEventSynchronize(event)
-            if wait or all(self.driver.cuEventQuery(e) for e in events):
-                for event in events:
-                    self.driver.cuEventDestroy(event)
-                action()
-            else:
-                with self._lock:
-                    self._pending.append((events, action))
+            waiting, self._pending = deque(self._pending), []
+        try:
+            while waiting:
+                events, action = waiting[0]
+                if wait:
+                    for event in events:
+                        self.driver.cuEventSynchronize(event)
+                done = wait or all(self.driver.cuEventQuery(e) for e in events)
+                waiting.popleft()
+                if done:
+                    for event in events:
+                        self.driver.cuEventDestroy(event)
+                    action()
+                else:
+                    with self._lock:
+                        self._pending.append((events, action))
+        finally:
+            # An error of earlier work may be told here; what waits behind it goes on waiting.
+            with self._lock:
+                self._pending += waiting
 
     def _tails(self, streams: Iterable[Stream]) -> list[int]:
         """Give handles whose present work covers all work on ``streams``, closed ones included."""

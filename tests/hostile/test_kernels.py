@@ -10,6 +10,7 @@ import pytest
 from abuse import N
 
 from memra_lowlevel import Device, LaunchConfig, compile_source, launch
+from memra_lowlevel.driver.host.schedule import Op, Schedule
 from memra_lowlevel.errors import (
     BarrierDivergence,
     CompileError,
@@ -145,5 +146,61 @@ def test_launches_beyond_the_limits(
     x = device.zeros(N, np.float32, stream)
     with pytest.raises(LaunchLimit):
         launch(stream, LaunchConfig(*config), module.kernel("first"), x, x)
+    x.close()
+    healthy(stream)
+
+
+class _Work:
+    label = "work"
+
+    def __init__(self, done: list[str], name: str, error: Exception | None = None):
+        self.done, self.name, self.error = done, name, error
+
+    def run(self) -> None:
+        if self.error is not None:
+            raise self.error
+        self.done.append(self.name)
+
+
+def test_who_was_told_of_an_error_can_go_on_at_once() -> None:
+    """Work behind a fault is dropped; not what is submitted once the fault was told."""
+    schedule, done = Schedule(), []
+    fault = Op(_Work(done, "fault", OutOfBounds("here")), 0, 1)
+    behind, release = Op(_Work(done, "behind"), 0, 1), Op(_Work(done, "release"), 0, 1, True)
+    schedule.add(fault, [])
+    schedule.add(behind, [fault])
+    schedule.add(release, [behind])
+    schedule.run_until(lambda: fault.done)
+    late = Op(_Work(done, "late, untold"), 0, 1)
+    schedule.add(late, [release])
+    assert [str(error) for error in schedule.take_errors(0)] == ["here"]
+    assert not behind.done
+    fresh = Op(_Work(done, "fresh"), 0, 1)
+    schedule.add(fresh, [late])
+    schedule.run_until(lambda: fresh.done)
+    assert done == ["release", "fresh"]
+    assert schedule.take_errors(0) == []
+
+
+def test_an_error_that_is_told_by_an_allocation_loses_nothing(
+    device: Any, stream: Any, healthy: Any, faulty: Any
+) -> None:
+    """Page-locked memory looks whether earlier work is done, and may be the first to be told."""
+    x, told = device.zeros(N, np.float32, stream), 0
+    for _ in range(50):
+        device.pinned(N, np.float32).array[:] = 0  # dropped with a copy in flight below
+        landing = device.pinned(N, np.float32)
+        launch(stream, ONE, faulty["trap"], x)
+        x.copy_to(stream, landing)
+        del landing
+        with pytest.raises(HostCheckError):
+            for _ in range(3):
+                device.pinned(4, np.float32).close()
+            stream.sync()
+        told += 1
+        given = np.random.default_rng().standard_normal(N).astype(np.float32)
+        x.copy_from(stream, given)
+        assert (x.to_numpy(stream) == given).all()
+    assert told == 50
     x.close()
     healthy(stream)

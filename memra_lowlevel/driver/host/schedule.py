@@ -25,6 +25,20 @@ class Work(Protocol):
         ...
 
 
+class _Failure:
+    """An error of an operation, and the position at which somebody was told of it."""
+
+    __slots__ = ("error", "told")
+
+    def __init__(self, error: Exception):
+        self.error = error
+        self.told: int | None = None
+
+    def cancels(self, op: Op) -> bool:
+        """Whether a dependent is cancelled; not what was submitted by those who knew."""
+        return self.told is None or op.seq < self.told
+
+
 class Op:
     """One pending or finished operation.
 
@@ -49,14 +63,14 @@ class Op:
         self.waits = 0
         self.next: list[Op] = []
         self.done = False
-        self.cancelled = False
+        self.cancelled: _Failure | None = None
 
 
 class Schedule:
     """All pending operations of all host devices.
 
-    A failed operation cancels those that depend on it (but never a release of memory); its error
-    is kept for the next synchronisation of its device.
+    A failed operation cancels those that depend on it (but never a release of memory), as far as
+    they were submitted before its error was told, at the next synchronisation of its device.
     """
 
     def __init__(self) -> None:
@@ -65,7 +79,7 @@ class Schedule:
         self.pending: dict[int, int] = {}
         self.n_pending = 0
         self.executed = 0
-        self._errors: dict[int, list[Exception]] = {}
+        self._errors: dict[int, list[_Failure]] = {}
         self._rng = random.Random(0)
         self._generation = -1
 
@@ -118,7 +132,10 @@ class Schedule:
 
     def take_errors(self, device: int) -> list[Exception]:
         """Hand over the errors of a device that nobody saw yet."""
-        return self._errors.pop(device, [])
+        failures = self._errors.pop(device, [])
+        for failure in failures:
+            failure.told = self._seq
+        return [failure.error for failure in failures]
 
     def _picker(self) -> Callable[[], int]:
         """Return a function that gives the index in the ready list of what runs next."""
@@ -154,12 +171,12 @@ class Schedule:
         return lambda: int(rng.random() * len(ready))
 
     def _execute(self, op: Op) -> None:
-        if op.work is not None and (op.always or not op.cancelled):
+        if op.work is not None and (op.always or op.cancelled is None):
             try:
                 op.work.run()
             except Exception as error:  # reported at the next synchronisation
-                op.cancelled = True
-                self._errors.setdefault(op.device, []).append(error)
+                op.cancelled = _Failure(error)
+                self._errors.setdefault(op.device, []).append(op.cancelled)
             self.executed += 1
         op.done = True
         op.work = None
@@ -167,8 +184,8 @@ class Schedule:
         self.pending[op.device] -= 1
         for after in op.next:
             after.waits -= 1
-            if op.cancelled:
-                after.cancelled = True
+            if op.cancelled is not None and op.cancelled.cancels(after):
+                after.cancelled = op.cancelled
             if after.waits == 0:
                 self._ready.append(after)
         op.next = []
