@@ -59,7 +59,9 @@ struct WarpTables {
     uint16_t fifth[PAIRS][2][4][4][2];
     float bias[SETS][D / 32][SET];
     int32_t start[SETS][SET], end[SETS][SET];
-    int4 keys;  // [x, y) some query sees, [z, w) all see
+    int4 keys;   // [x, y) some query sees, [z, w) all see
+    int4 place;  // row and query of the warp's first query, its number of queries, its kv head
+    int32_t slot_zero;  // chunk of slot 0
 };
 
 // The pitch of K rows puts 4 rows 8 banks apart, that of V rows 8 rows 4 banks apart.
@@ -254,6 +256,37 @@ __device__ __forceinline__ void score_block(const WarpState<D, SETS>& state,
     if constexpr (B + 1 < D / 32) score_block<D, SETS, B + 1>(state, tables, k, pitch, scores);
 }
 
+template <int SETS>
+__device__ __forceinline__ void cap_scores(float (&scores)[SETS][4], float softcap) {
+#pragma unroll
+    for (int s = 0; s < SETS; s++)
+#pragma unroll 1
+        for (int i = 0; i < 4; i++) {
+            const float x = i == 0   ? scores[s][0]
+                            : i == 1 ? scores[s][1]
+                            : i == 2 ? scores[s][2]
+                                     : scores[s][3];
+            const float y = softcap * tanhf(x / softcap) * LOG2_E;
+            scores[s][0] = i == 0 ? y : scores[s][0], scores[s][1] = i == 1 ? y : scores[s][1];
+            scores[s][2] = i == 2 ? y : scores[s][2], scores[s][3] = i == 3 ? y : scores[s][3];
+        }
+}
+
+template <int D, int SETS>
+__device__ __forceinline__ void mask_scores(float (&scores)[SETS][4],
+                                            const WarpTables<D, SETS>& tables, int32_t key) {
+    const int lane = threadIdx.x % WARP_LANES, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int s = 0; s < SETS; s++) {
+        const int32_t start = tables.start[s][g] - key, end = tables.end[s][g] - key;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int at = i / 2 * 8 + 2 * t + i % 2;
+            scores[s][i] = at >= start && at < end ? scores[s][i] : -INF_F32;
+        }
+    }
+}
+
 // Raises the references where this step's scores or scales are above them.
 template <int D, int SETS>
 __device__ __forceinline__ void raise(WarpState<D, SETS>& state, const WarpTables<D, SETS>& tables,
@@ -341,18 +374,16 @@ __device__ __forceinline__ void step(WarpState<D, SETS>& state, WarpTables<D, SE
 #pragma unroll
         for (int i = 0; i < 4; i++) p[s][i] = 0.0f;
     score_block<D, SETS, 0>(state, tables, k, pitch_k, p);
+#pragma unroll
+    for (int s = 0; s < SETS; s++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) p[s][i] = p[s][i] * state.factor[s];
+    if (softcap > 0.0f) cap_scores(p, softcap);
+    if (!shared_keys) mask_scores(p, tables, key);
     bool above = wild || scale_field - 14 > state.least_top;
 #pragma unroll
-    for (int s = 0; s < SETS; s++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            p[s][i] = p[s][i] * state.factor[s];
-            if (softcap > 0.0f) p[s][i] = softcap * tanhf(p[s][i] / softcap) * LOG2_E;
-            const int32_t at = key + i / 2 * 8 + 2 * t + i % 2;
-            if (!shared_keys && (at < tables.start[s][g] || at >= tables.end[s][g])) p[s][i] = -INF_F32;
-        }
+    for (int s = 0; s < SETS; s++)
         above = above || fmaxf(fmaxf(p[s][0], p[s][1]), fmaxf(p[s][2], p[s][3])) > state.pivot[s];
-    }
     bool guarded = false;
     if (__any_sync(FULL_MASK, above)) {
         raise<D, SETS>(state, tables, p, key);
@@ -453,9 +484,13 @@ struct Partials {
 
 // Leaves the sums of a chunk in its slot, those of the queries below n_queries.
 template <int D, int SETS>
-__device__ __forceinline__ void end_part(const WarpState<D, SETS>& state, const Partials<D>& to,
-                                         int32_t slot, int first_row, int first_query,
-                                         int n_queries, int group, int kv_head, int n_heads) {
+__device__ __forceinline__ void end_part(const WarpState<D, SETS>& state,
+                                         const WarpTables<D, SETS>& tables, const Partials<D>& to,
+                                         int32_t part, int group, int n_heads) {
+    const int first_row = tables.place.x, first_query = tables.place.y;
+    const int n_queries = tables.place.z;
+    const int32_t slot = part - tables.slot_zero;
+    const int kv_head = tables.place.w;
     const int lane = threadIdx.x % WARP_LANES, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
@@ -572,9 +607,7 @@ __global__ void __launch_bounds__(256, D * SETS <= 128 ? 2 : 1)
         }
     }
     const int32_t stage_zero = first_key / STEP * STEP;
-    const int32_t step_end = (last_key + STEP - 1) / STEP * STEP;
-    const int n_stages =
-        last_key > first_key ? (step_end - stage_zero + keys_per_stage - 1) / keys_per_stage : 0;
+    const int32_t step_end = last_key > first_key ? (last_key + STEP - 1) / STEP * STEP : stage_zero;
 
     const int32_t row_k = n_kv_heads * K_HEAD, row_v = n_kv_heads * V_HEAD;
     const uint8_t* slice_of_k = view.k + blockIdx.y * slice_k - view.base * row_k;
@@ -591,14 +624,13 @@ __global__ void __launch_bounds__(256, D * SETS <= 128 ? 2 : 1)
         __syncthreads();
     }
     // Rows outside the range ask for the nearest one inside: their keys are masked.
-    const auto ask = [&](int i) {
-        const int32_t key = stage_zero + i * keys_per_stage;
+    const auto ask = [&](int32_t key, int slot) {
         const int n = step_end - key < keys_per_stage ? step_end - key : keys_per_stage;
-        uint8_t* const k = shared + i % N_STAGES * stage_bytes;
+        uint8_t* const k = shared + slot * stage_bytes;
         uint8_t* const v = k + keys_per_stage * pitch_k;
         if constexpr (COPY == COPY_BULK) {
             // Each warp brings every n_workers-th row.
-            uint64_t* const there = full + i % N_STAGES;
+            uint64_t* const there = full + slot;
             const int n_own = n > warp ? (n - warp + n_workers - 1) / n_workers : 0;
             if (lane == 0) mbar_arrive_expecting(there, n_own * (slice_k + slice_v));
 #pragma unroll 1
@@ -626,17 +658,16 @@ __global__ void __launch_bounds__(256, D * SETS <= 128 ? 2 : 1)
         }
     };
     for (int i = 0; i < N_STAGES - 1; i++) {
-        if (i < n_stages) ask(i);
+        if (stage_zero + i * keys_per_stage < step_end) ask(stage_zero + i * keys_per_stage, i);
         if constexpr (COPY == COPY_ASYNC) cp_async_commit();
     }
 
     const int head = warp / warps_per_head;
     const int kv_head = int(blockIdx.y) * heads_per_block + head;
     const int own_query = warp % warps_per_head * (SETS * SET);  // within the block
-    const int own_queries = n_queries - own_query;
     WarpState<D, SETS> state;
     state.q_shared = fragments + warp * (SETS * (D / 16) * WARP_LANES);
-    if (n_stages > 0) {
+    if (stage_zero < step_end) {
 #pragma unroll
         for (int s = 0; s < SETS; s++) {
             int query = own_query + s * SET + lane / 4;  // surplus lanes repeat the last query
@@ -651,32 +682,37 @@ __global__ void __launch_bounds__(256, D * SETS <= 128 ? 2 : 1)
             const size_t at = (size_t(row) * n_heads + kv_head * group + query % group) * D;
             load_query<D, SETS>(state, tables[warp], s, q + at, scale, softcap);
         }
-        if (lane == 0) tables[warp].keys = make_int4(first_key, last_key, shared_start, shared_end);
+        if (lane == 0) {
+            tables[warp].keys = make_int4(first_key, last_key, shared_start, shared_end);
+            tables[warp].place =
+                make_int4(first_row, first_query + own_query, n_queries - own_query, kv_head);
+            tables[warp].slot_zero = slot_zero;
+        }
         begin_part(state);
     }
-    const Partials<D> partials(workspace, n_rows, n_heads, n_slots);
     int32_t part = part_of(first_key);
     int32_t part_end = part_begin(part + 1);
-    for (int i = 0; i < n_stages; i++) {
-        const int slot = i % N_STAGES;
+    int slot = 0, parity = 0;
+    for (int32_t stage = stage_zero; stage < step_end; stage += keys_per_stage) {
+        const int32_t next = stage + (N_STAGES - 1) * keys_per_stage;
+        const int next_slot = slot == 0 ? N_STAGES - 1 : slot - 1;
         if constexpr (COPY == COPY_BULK) {
-            mbar_wait(full + slot, i / N_STAGES & 1);
+            mbar_wait(full + slot, parity);
         } else {
             cp_async_wait<N_STAGES - 2>();
             __syncthreads();
-            if (i + N_STAGES - 1 < n_stages) ask(i + N_STAGES - 1);
+            if (next < step_end) ask(next, next_slot);
             cp_async_commit();
         }
         const uint8_t* k = shared + slot * stage_bytes + head * K_HEAD;
         const uint8_t* v = shared + slot * stage_bytes + keys_per_stage * pitch_k + head * V_HEAD;
-        int32_t key = stage_zero + i * keys_per_stage;
-        const int32_t stop = key + keys_per_stage < step_end ? key + keys_per_stage : step_end;
-        for (; key < stop; key += STEP) {
+        const int32_t stop = stage + keys_per_stage < step_end ? stage + keys_per_stage : step_end;
+        for (int32_t key = stage; key < stop; key += STEP) {
             step<D, SETS>(state, tables[warp], k, pitch_k, v, pitch_v, key, softcap);
             k += STEP * pitch_k, v += STEP * pitch_v;
             if (key + STEP == part_end || key + STEP == step_end) {
-                end_part<D, SETS>(state, partials, part - slot_zero, first_row,
-                                  first_query + own_query, own_queries, group, kv_head, n_heads);
+                end_part<D, SETS>(state, tables[warp], Partials<D>(workspace, n_rows, n_heads, n_slots),
+                                  part, group, n_heads);
                 begin_part(state);
                 part++;
                 part_end = part_begin(part + 1);
@@ -686,12 +722,12 @@ __global__ void __launch_bounds__(256, D * SETS <= 128 ? 2 : 1)
             __syncwarp();
             if (lane == 0) mbar_arrive(empty + slot);
             // The room of the stage before, which the other warps have left, too, or soon will.
-            const int next = i + N_STAGES - 1;
-            if (next < n_stages) {
-                if (i > 0) mbar_wait(empty + next % N_STAGES, (i - 1) / N_STAGES & 1);
-                ask(next);
+            if (next < step_end) {
+                if (stage > stage_zero) mbar_wait(empty + next_slot, slot == 0 ? parity ^ 1 : parity);
+                ask(next, next_slot);
             }
         }
+        if (++slot == N_STAGES) slot = 0, parity ^= 1;
     }
 }
 

@@ -250,7 +250,7 @@ def _shape(head_dim: int, n_kv_heads: int, n_queries: int, room: int) -> _Shape:
     def shared(heads: int, keys: int) -> int:
         slice_k, slice_v = heads * head_dim // 32 * 34, heads * head_dim // 32 * 24
         row = (slice_k + 63) // 64 * 64 + 32 + (slice_v + 31) // 32 * 32 + 16  # k_pitch, v_pitch
-        tables = head_dim // 64 * 512 + sets * (head_dim + 64) + 16  # WarpTables
+        tables = head_dim // 64 * 512 + sets * (head_dim + 64) + 48  # WarpTables
         fragments = sets * head_dim * 32 if head_dim > 128 or sets > 1 else 0
         return _STAGES * keys * row + heads * warps * (tables + fragments) + 2 * _STAGES * 8
 
