@@ -197,7 +197,10 @@ def main() -> int:
         raise SystemExit(f"gpu_check: {error}") from error
     done: dict[str, Answer] = {}
     if path.exists() and not arguments.fresh:
-        kept = result.load(path)
+        try:
+            kept = result.load(path)
+        except errors.ArgumentError as error:
+            raise SystemExit(f"gpu_check: {error}; --fresh replaces it") from error
         if kept.environment.get("package") == about["package"]:
             done = kept.items
         else:
