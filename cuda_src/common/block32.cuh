@@ -282,12 +282,26 @@ __device__ __forceinline__ uint32_t floor_bytes(float a, float b, float c, float
 #endif
 }
 
+// 0xFF in the low (high) half, byte by byte, if the signs of a and b are set.
+template <bool HIGH>
+__device__ __forceinline__ uint32_t two_signs(float a, float b) {
+#if MEMRA_CUDA
+    uint32_t bytes;  // __byte_perm would drop the bits that ask for the sign of a byte
+    asm("prmt.b32 %0, %1, %2, %3;"
+        : "=r"(bytes)
+        : "r"(__float_as_uint(a)), "r"(__float_as_uint(b)), "n"(HIGH ? 0xFB00 : 0x00FB));
+    return bytes;
+#else
+    const uint32_t signs =
+        (__float_as_uint(a) >> 31) * 0xFFu | (__float_as_uint(b) >> 31) * 0xFF00u;
+    return HIGH ? signs << 16 : signs;
+#endif
+}
+
 // 0xFF in byte i if the sign of x[i] is set.
 __device__ __forceinline__ uint32_t sign_bytes(const float4& v) {
 #if BLOCK32_LANES
-    const uint32_t low = __byte_perm(__float_as_uint(v.x), __float_as_uint(v.y), 0x00FBu);
-    const uint32_t high = __byte_perm(__float_as_uint(v.z), __float_as_uint(v.w), 0xFB00u);
-    return __byte_perm(low, high, 0x7610u);
+    return __byte_perm(two_signs<false>(v.x, v.y), two_signs<true>(v.z, v.w), 0x7610u);
 #else
     return (__float_as_uint(v.x) >> 31) * 0xFFu | (__float_as_uint(v.y) >> 31) * 0xFF00u |
            (__float_as_uint(v.z) >> 31) * 0xFF0000u | (__float_as_uint(v.w) >> 31) * 0xFF000000u;

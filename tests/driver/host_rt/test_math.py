@@ -68,8 +68,8 @@ def test_integer_intrinsics(kernel, words):
         np.testing.assert_array_equal(got, want)
     eight = np.concatenate([a[:, None].view(np.uint8), b[:, None].view(np.uint8)], axis=1)
     got = apply(kernel, "__byte_perm(a, b, 0x7a30)", np.uint32, a, b).view(np.uint8).reshape(-1, 4)
-    sign = np.where(eight[:, 2] & 0x80, 0xFF, 0)
-    np.testing.assert_array_equal(got, np.stack([eight[:, 0], eight[:, 3], sign, eight[:, 7]], 1))
+    want = np.stack([eight[:, 0], eight[:, 3], eight[:, 2], eight[:, 7]], 1)
+    np.testing.assert_array_equal(got, want)  # a pick's highest bit is ignored, as by NVRTC
 
 
 def test_dp4a(kernel, words):

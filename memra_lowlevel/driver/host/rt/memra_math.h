@@ -142,14 +142,13 @@ inline unsigned __funnelshift_l(unsigned lo, unsigned hi, unsigned shift) {
 inline unsigned __funnelshift_r(unsigned lo, unsigned hi, unsigned shift) {
   return unsigned(((uint64_t(hi) << 32) | lo) >> (shift & 31));
 }
+// The highest bit of each pick is ignored, as NVRTC does: replicating a sign takes the PTX instruction.
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   const uint64_t bytes = (uint64_t(y) << 32) | x;
   unsigned result = 0;
   for (int i = 0; i < 4; ++i) {
-    const unsigned pick = (selector >> (4 * i)) & 0xf;
-    unsigned byte = unsigned(bytes >> (8 * (pick & 7))) & 0xff;
-    if (pick & 8) byte = (byte & 0x80) ? 0xff : 0;
-    result |= byte << (8 * i);
+    const unsigned pick = (selector >> (4 * i)) & 7;
+    result |= (unsigned(bytes >> (8 * pick)) & 0xff) << (8 * i);
   }
   return result;
 }
