@@ -116,7 +116,7 @@ __device__ __forceinline__ void score_queries(const float* key, const float* que
     float4 dots[N];
 #pragma unroll
     for (int i = 0; i < N; i++) dots[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 2
+#pragma unroll 4
     for (int d = 0; d < D; d += 4) {
         const float4 k = *reinterpret_cast<const float4*>(key + d);
 #pragma unroll
@@ -160,6 +160,8 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2)
     __shared__ int64_t starts[QT];
     __shared__ int64_t ends[QT];
 
+    admit_successor();
+    await_predecessor();
     const int thread = threadIdx.x;
     const int warp = thread / WARP_LANES;
     const int lane = thread % WARP_LANES;
@@ -236,9 +238,9 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2)
             TileInFlight<KF, DK, S::TILE, S::PITCH> k_tile;
             TileInFlight<VF, DV, S::TILE, S::PITCH> v_tile;
             k_tile.load(k_head + physical * k_row, k_row, from, to);
+            v_tile.load(v_head + physical * v_row, v_row, from, to);
             __syncthreads();  // the tile is free (and q and the ranges are there)
             k_tile.store(tile, from, to);
-            v_tile.load(v_head + physical * v_row, v_row, from, to);
             __syncthreads();
 
             if (score_key >= from && score_key < to) {
@@ -249,6 +251,10 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2)
 #pragma unroll 1
                 for (; i + 4 <= n_queries; i += 4)
                     score_queries<4, S::PART>(key, query + i * DK, DK, score + i * S::TILE, S::TILE);
+                if (i + 3 == n_queries) {
+                    score_queries<3, S::PART>(key, query + i * DK, DK, score + i * S::TILE, S::TILE);
+                    i += 3;
+                }
 #pragma unroll 1
                 for (; i < n_queries; i++)
                     score_queries<1, S::PART>(key, query + i * DK, DK, score + i * S::TILE, S::TILE);
@@ -323,6 +329,18 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2)
                             add_scaled(sums[i], w.w, v[3]);
                         }
                     }
+                } else if (key_start == shared_start && key_end == shared_end) {
+                    const int low = from - split * S::SPLIT;
+                    const int high = to - split * S::SPLIT;
+#pragma unroll 4
+                    for (int j = low > 0 ? low : 0; j < (high < S::SPLIT ? high : S::SPLIT); j++) {
+                        const float4 v = *reinterpret_cast<const float4*>(values + j * S::PITCH);
+#pragma unroll
+                        for (int i = 0; i < QT; i++) {
+                            if (i >= n_queries) break;
+                            add_scaled(sums[i], weights[i * S::TILE + j], v);
+                        }
+                    }
                 } else {
 #pragma unroll 1
                     for (int j = 0; j < S::SPLIT; j++) {
@@ -395,7 +413,8 @@ __global__ void __launch_bounds__(2 * DV)
     __shared__ float maxima[THREADS];
     __shared__ float4 sums[SPLITS][QUADS];
     __shared__ float totals[SPLITS];
-    admit_successor();  // which fetches its weights meanwhile
+    admit_successor();
+    await_predecessor();
     const int thread = threadIdx.x;
     const int head = blockIdx.x;
     const int row = blockIdx.y;

@@ -28,7 +28,7 @@ class KvPlane(KvRows, Protocol):
     def reserve(self, stream: Stream, n: int) -> None:
         """Refuse unless ``n`` rows fit behind the plane's length."""
 
-    def attend(self, stream: Stream, q: Buffer, out: Buffer) -> None:
+    def attend(self, stream: Stream, q: Buffer, out: Buffer, *, programmatic: bool = False) -> None:
         """Attention of rows that were just appended, each over all rows up to its own."""
 
 
@@ -247,7 +247,7 @@ class Model:
                     kv_dim=config.kv_dim, column=column, programmatic=chained,
                 )  # fmt: skip
                 column, chained = column + matrix.n_out, True
-            plane.attend(stream, q, attended)
+            plane.attend(stream, q, attended, programmatic=True)
             ops.add_product(stream, layer.out, ws.attended, ws.h, n_rows, programmatic=True)
             ops.gate_up_rows(
                 stream, layer.gate, layer.up, ws.h, layer.ffn_norm, ws.gated, n_rows, eps,

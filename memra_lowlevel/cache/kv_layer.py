@@ -258,6 +258,7 @@ class KvLayer(Closing):
         lse: Buffer | None = None,
         counted: bool = False,
         numeric: str = "exact",
+        programmatic: bool = False,
     ) -> None:
         """Attend the rows of the layer: row r of n sees ``len + r + 1`` rows.
 
@@ -281,6 +282,8 @@ class KvLayer(Closing):
             The length already includes the n rows (append, advance, attend).
         numeric : str
             Numeric class of the kernel; ``"exact"`` is the only one.
+        programmatic : bool
+            Start while the predecessor, a kernel of the stream, still runs.
 
         Raises
         ------
@@ -300,6 +303,7 @@ class KvLayer(Closing):
             workspace=self._workspace.take(stream, self._workspace_bytes(q, window)),
             base_d=self.base_d, window=window,
             scale=scale, sinks=sinks, softcap=softcap, lse=lse, counted=counted, numeric=numeric,
+            programmatic=programmatic,
         )  # fmt: skip
 
     # -- the length -------------------------------------------------------------------------------
