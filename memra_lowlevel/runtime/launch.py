@@ -218,10 +218,11 @@ def launch_many(stream: Stream, prepared: Sequence[PreparedLaunch]) -> None:
     expect_stream("launch_many", stream)
     if not isinstance(prepared, tuple | list):
         raise expect.refusal("launch_many", prepared, "a list of PreparedLaunch")
-    for p in prepared:
-        if not isinstance(p, PreparedLaunch):
-            raise expect.refusal("launch_many", p, "PreparedLaunch", "make one with prepare()")
-    plans = [p._plan for p in prepared]
+    try:
+        plans = [p._plan for p in prepared]
+    except AttributeError:
+        wrong = next(p for p in prepared if not isinstance(p, PreparedLaunch))
+        raise expect.refusal("launch_many", wrong, "a list of PreparedLaunch") from None
     if plans and not any(p is None for p in plans):
         ffi, lib = native.ffi, native.lib
         array, done = ffi.new("mll_plan *[]", plans), ffi.new("uint32_t *")
