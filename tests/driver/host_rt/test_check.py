@@ -156,6 +156,33 @@ def test_a_write_after_reads_of_other_threads(kernel):
     assert "clean" not in got and got <= {"DataRace", "UninitialisedRead"}
 
 
+EXCHANGES = """
+KERNEL void exchange(int32_t* a, int how) {
+  a[threadIdx.x] = threadIdx.x;
+  int v = 1;
+  if (how == 0) __syncwarp();
+  if (how == 1) v = __shfl_xor_sync(~0u, v, 1);
+  if (how == 2) v = __ballot_sync(~0u, v) != 0;
+  if (how == 3) {
+    float sums[4] = {0, 0, 0, 0};
+    const uint32_t x[4] = {0, 0, 0, 0};
+    mma_m16n8k16_f16(sums, x, x, sums);
+    v = sums[0] == 0.0f;
+  }
+  a[32 + threadIdx.x] = a[threadIdx.x ^ 1] * v;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "want"), [(0, "clean"), (1, "DataRace"), (2, "DataRace"), (3, "DataRace")]
+)
+def test_lanes_that_exchange_values_do_not_order_memory(kernel, how, want):
+    every_order(
+        kernel, EXCHANGES, "exchange", lambda: (1, 32, 0, np.zeros(64, I32), I32(how)), want
+    )
+
+
 BLOCKS = """
 KERNEL void overlap(float* out, int step) { out[blockIdx.x * step + threadIdx.x] = threadIdx.x; }
 KERNEL void neighbour(float* x) { x[blockIdx.x] = x[(blockIdx.x + 1) % gridDim.x] + 1; }

@@ -77,7 +77,9 @@ void release_warp(Worker& w, uint32_t warp, WarpSlot* slot, uint32_t took_part, 
   slot->phase ^= 1;
   slot->arrived = 0;
   ++w.progress;
-  if (MEMRA_UNLIKELY(w.check != nullptr)) check_warp(w, warp, took_part);
+  // Of the operations of a warp only __syncwarp orders memory; lanes that exchange values, vote or
+  // multiply together see each other's values and nothing else.
+  if (MEMRA_UNLIKELY(w.check != nullptr) && slot->op == WARP_SYNC) check_warp(w, warp, took_part);
 }
 
 WarpSlot* find_slot(Worker& w, WarpState& warp, uint32_t mask) {

@@ -6,11 +6,11 @@
 // shadow per byte. `time` advances at every synchronisation of the block, so "before the last
 // barrier" is one comparison:
 //
-//   same block    ordered if the stamp is older than the last barrier, or than the last warp operation
+//   same block    ordered if the stamp is older than the last barrier, or than the last __syncwarp
 //                 that joined both lanes
 //   other block   ordered only through atomics: a fence before an atomic publishes what happened
 //                 before the fence; a fence after an atomic that read it takes that over; barriers
-//                 and warp operations pass both on within the block
+//                 and __syncwarp pass both on within the block
 //   other launch  ordered
 //
 // Blocks run one after the other on one worker, so the verdict does not depend on timing.
