@@ -1,5 +1,6 @@
 """The demo as a user runs it, on the made-up model."""
 
+import importlib
 import json
 import sys
 
@@ -51,6 +52,33 @@ def test_text_and_table(capsys):
     assert any(line.startswith("abc") for line in lines)
     assert any("exact" in line and line.endswith("yes") for line in lines)
     assert any(line.startswith("node updates") and line.endswith(" 0") for line in lines)
+
+
+def test_an_end_of_text_token_ends_early_and_is_told(capsys, monkeypatch):
+    _, out = run(capsys, "--json", "--tokens", "40")
+    whole = json.loads(out.out)["token_ids"]
+    at = next(i for i in range(9, 40) if whole[i] not in whole[:i])
+    tokenizer = importlib.import_module(f"{demo.engine().__name__}.tokenizer")
+    monkeypatch.setattr(tokenizer.ByteTokenizer, "end_tokens", frozenset({whole[at]}))
+    status, out = run(capsys, "--json", "--tokens", "40")
+    report = json.loads(out.out)
+    assert status == 0 and report["exact"] and report["ended"]
+    assert report["token_ids"] == whole[: at + 1] and report["tokens"] == at + 1
+    status, out = run(capsys, "--tokens", "40")
+    assert status == 0 and "the model ended the text" in out.out
+
+
+def test_chat_applies_the_template_of_the_model(capsys, monkeypatch):
+    status, out = run(capsys, "--chat")
+    assert status == 1 and "chat template" in out.err
+    tokenizer = importlib.import_module(f"{demo.engine().__name__}.tokenizer")
+    monkeypatch.setattr(tokenizer.ByteTokenizer, "chat", lambda self, text: f"<user>{text}</user>")
+    words = ("--json", "--tokens", "8", "--prompt")
+    asked, spelled = (
+        json.loads(run(capsys, *words, *how)[1].out)["token_ids"]
+        for how in (("hi", "--chat"), ("<user>hi</user>",))
+    )
+    assert asked == spelled
 
 
 def test_look_up_drafter(capsys):
