@@ -34,34 +34,60 @@ constexpr float NO_PIVOT = -1e30f;
 // Chunks: 32 keys below 8192, 128 below 65536, 256 below 262144, then 1024. Few enough for the
 // combination, and fine enough to be shared out evenly at every length.
 __device__ __forceinline__ int32_t part_of(int32_t key) {
-    if (key < 8192) return key / 32;
-    if (key < 65536) return 256 + (key - 8192) / 128;
-    if (key < 262144) return 704 + (key - 65536) / 256;
-    return 1472 + (key - 262144) / 1024;
+    const int32_t near = key < 8192 ? key >> 5 : 192 + (key >> 7);
+    const int32_t far = key < 262144 ? 448 + (key >> 8) : 1216 + (key >> 10);
+    return key < 65536 ? near : far;
 }
 __device__ __forceinline__ int32_t part_begin(int32_t part) {
-    if (part < 256) return part * 32;
-    if (part < 704) return 8192 + (part - 256) * 128;
-    if (part < 1472) return 65536 + (part - 704) * 256;
-    return 262144 + (part - 1472) * 1024;
+    const int32_t near = part < 256 ? part << 5 : (part - 192) << 7;
+    const int32_t far = part < 1472 ? (part - 448) << 8 : (part - 1216) << 10;
+    return part < 704 ? near : far;
 }
 
-// What a warp keeps in shared memory: of a step the blocks' scales, those of two neighbouring blocks
-// together ([pair][key][block of the pair]); of its queries the start of their accumulators and the
-// keys they see.
+// The planes and counters of a launch, or of one row of a table, in 32 bits; common/counters.cuh says
+// what they mean. A row r sees the keys [start, end) of seen(r - the row of the view).
+struct Plane {
+    const uint8_t* k;
+    const uint8_t* v;
+    int32_t bound;  // of the keys that the first row sees
+    int32_t base, window, capacity;
+
+    __device__ __forceinline__ Plane(const uint8_t* k_plane, const uint8_t* v_plane,
+                                     const int32_t* len_d, const int32_t* base_d,
+                                     const uint64_t* table, int row, int32_t window,
+                                     int32_t counted, int32_t capacity)
+        : window(window), capacity(capacity) {
+        const RowView view = row_view(k_plane, v_plane, len_d, base_d, table, row);
+        k = view.k, v = view.v;
+        bound = int32_t(view.slot) + 1 - counted, base = int32_t(view.base);
+    }
+    __device__ __forceinline__ int2 seen(int r) const {
+        const int32_t behind = bound + r;
+        const int32_t first = window > 0 && behind > window ? behind - window : 0;
+        const int32_t start = first > base ? first : base;
+        const int32_t end = behind - base < capacity ? behind : base + capacity;
+        return make_int2(start, end > start ? end : start);
+    }
+};
+
+// What a warp keeps in shared memory: of a step the blocks' scales; of its queries the start of their
+// accumulators, the factor of their scores and the keys they see; and its place.
 template <int D, int SETS>
 struct WarpTables {
-    static constexpr int PAIRS = D / 64;
-    float k_scale[PAIRS][STEP][2];
-    float v_scale[PAIRS][STEP][2];
-    float v_minimum[PAIRS][STEP][2];
-    // Fifth bits of V: [pair][tile of 8 keys][pair of keys][2 * block + half of the channels][key]
-    uint16_t fifth[PAIRS][2][4][4][2];
+    static constexpr int BLOCKS = D / 32;
+    float k_scale[BLOCKS][STEP];
+    float v_scale[BLOCKS][STEP];
+    float v_minimum[BLOCKS][STEP];
+    // Fifth bits of V: [block][tile of 8 keys][pair of keys][half of the channels][key]
+    uint16_t fifth[BLOCKS][2][4][2][2];
     float bias[SETS][D / 32][SET];
+    float factor[SETS][SET];  // of a raw score
     int32_t start[SETS][SET], end[SETS][SET];
-    int4 keys;   // [x, y) some query sees, [z, w) all see
+    int4 keys;  // [x, y) of this block that some query sees, [z, w) that all see
     int4 place;  // row and query of the warp's first query, its number of queries, its kv head
     int32_t slot_zero;  // chunk of slot 0
+    const uint8_t* k;  // its slices of the rows, as if absolute row 0 was there
+    const uint8_t* v;
 };
 
 // The pitch of K rows puts 4 rows 8 banks apart, that of V rows 8 rows 4 banks apart.
@@ -73,13 +99,14 @@ __device__ __forceinline__ int v_pitch(int bytes) { return (bytes + 31) / 32 * 3
 template <int D, int SETS>
 struct WarpState {
     static constexpr int BLOCKS = D / 32;
-    static constexpr bool SHARED_Q = D > 128 || SETS > 1;  // else its fragments stay in registers
-    static constexpr int HELD = SHARED_Q ? 1 : SETS * D / 16;
-    uint32_t q_held[HELD][4];
-    uint4* q_shared;  // [SETS][D / 16][lane]
-    float factor[SETS];  // of a raw score
+    // Fragments of q that stay in registers, as many as there is room for; the others are in shared
+    // memory.
+    static constexpr int HELD = SETS > 1 || D > 128 ? 0 : D == 128 ? 6 : 4;
+    static constexpr int SHARED = SETS * D / 16 - HELD;
+    uint32_t q_held[HELD > 0 ? HELD : 1][4];
+    uint4* q_shared;  // [SHARED][lane]
     float sums[SETS][BLOCKS][2][4];
-    float minima[SETS][BLOCKS];
+    float minima[SETS][BLOCKS];  // sums of p * minimum * 2^(14 - top)
     float weight[SETS];
     float pivot[SETS];  // p = 2^(score - pivot), an integer
     int32_t top[SETS];  // scales of V seen so far are below 2^top
@@ -116,14 +143,11 @@ __device__ __forceinline__ void load_query(WarpState<D, SETS>& state,
             uint32_t a[4];
             split_pair(y[0], y[2], a[0], a[1]);
             split_pair(y[1], y[3], a[2], a[3]);
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                total = total + f16_to_f32(uint16_t(a[j]));
-                total = total + f16_to_f32(uint16_t(a[j] >> 16));
-            }
+            total = total + ((y[0] + y[1]) + (y[2] + y[3]));
             const int at = set * (D / 16) + 2 * b + i;
-            if constexpr (WarpState<D, SETS>::SHARED_Q) {
-                state.q_shared[at * WARP_LANES + lane] = make_uint4(a[0], a[1], a[2], a[3]);
+            constexpr int HELD = WarpState<D, SETS>::HELD;
+            if (at >= HELD) {
+                state.q_shared[(at - HELD) * WARP_LANES + lane] = make_uint4(a[0], a[1], a[2], a[3]);
             } else {
 #pragma unroll
                 for (int j = 0; j < 4; j++) state.q_held[at][j] = a[j];
@@ -134,7 +158,7 @@ __device__ __forceinline__ void load_query(WarpState<D, SETS>& state,
         if (t == 0) tables.bias[set][b][lane / 4] = total * (-128.0f * 0x1p-24f);
     }
     const float natural = power_of_two(above + 9) * scale;  // codes of K count 2^-24, q is 2^lift high
-    state.factor[set] = softcap > 0.0f ? natural : natural * LOG2_E;
+    if (t == 0) tables.factor[set][lane / 4] = softcap > 0.0f ? natural : natural * LOG2_E;
 }
 
 template <int D, int SETS>
@@ -168,15 +192,14 @@ __device__ __forceinline__ int32_t fill_tables(WarpTables<D, SETS>& tables, cons
 #pragma unroll
     for (int i = 0; i < D / 64; i++) {
         const int b = half * (D / 64) + i;
-        const int pair = b / 2, j = b % 2;
         const uint16_t k_scale = *reinterpret_cast<const uint16_t*>(k_row + b * K_BLOCK_BYTES);
         const uint2 head = *reinterpret_cast<const uint2*>(v_row + b * V_BLOCK_BYTES);
         const uint32_t scale = seen ? head.x & 0xFFFFu : 0u, minimum = seen ? head.x >> 16 : 0u;
-        tables.k_scale[pair][key][j] = f16_to_f32(k_scale);
-        tables.v_scale[pair][key][j] = f16_to_f32(uint16_t(scale));
-        tables.v_minimum[pair][key][j] = f16_to_f32(uint16_t(minimum));
-        tables.fifth[pair][key / 8][key % 8 / 2][2 * j][key % 2] = uint16_t(head.y);
-        tables.fifth[pair][key / 8][key % 8 / 2][2 * j + 1][key % 2] = uint16_t(head.y >> 16);
+        tables.k_scale[b][key] = f16_to_f32(k_scale);
+        tables.v_scale[b][key] = f16_to_f32(uint16_t(scale));
+        tables.v_minimum[b][key] = f16_to_f32(uint16_t(minimum));
+        tables.fifth[b][key / 8][key % 8 / 2][0][key % 2] = uint16_t(head.y);
+        tables.fifth[b][key / 8][key % 8 / 2][1][key % 2] = uint16_t(head.y >> 16);
         most = most > (scale & 0x7FFFu) ? most : scale & 0x7FFFu;
         least = least > (minimum & 0x7FFFu) ? least : minimum & 0x7FFFu;
     }
@@ -231,8 +254,9 @@ __device__ __forceinline__ void score_block(const WarpState<D, SETS>& state,
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int at = s * (D / 16) + 2 * B + i;
-            if constexpr (WarpState<D, SETS>::SHARED_Q) {
-                const uint4 a = state.q_shared[at * WARP_LANES + lane];
+            constexpr int HELD = WarpState<D, SETS>::HELD;
+            if (at >= HELD) {
+                const uint4 a = state.q_shared[(at - HELD) * WARP_LANES + lane];
                 q[i][0] = a.x, q[i][1] = a.y, q[i][2] = a.z, q[i][3] = a.w;
             } else {
 #pragma unroll
@@ -245,12 +269,9 @@ __device__ __forceinline__ void score_block(const WarpState<D, SETS>& state,
             float dots[4] = {bias, bias, 0.0f, 0.0f};
             mma_m16n8k16_f16(dots, q[0], codes[tile], dots);
             mma_m16n8k16_f16(dots, q[1], codes[tile] + 2, dots);
-            const float4 scale =
-                *reinterpret_cast<const float4*>(tables.k_scale[B / 2][8 * tile + 2 * t]);
-            scores[s][2 * tile] =
-                fmaf(dots[0] + dots[2], B % 2 ? scale.y : scale.x, scores[s][2 * tile]);
-            scores[s][2 * tile + 1] =
-                fmaf(dots[1] + dots[3], B % 2 ? scale.w : scale.z, scores[s][2 * tile + 1]);
+            const float2 scale = *reinterpret_cast<const float2*>(&tables.k_scale[B][8 * tile + 2 * t]);
+            scores[s][2 * tile] = fmaf(dots[0] + dots[2], scale.x, scores[s][2 * tile]);
+            scores[s][2 * tile + 1] = fmaf(dots[1] + dots[3], scale.y, scores[s][2 * tile + 1]);
         }
     }
     if constexpr (B + 1 < D / 32) score_block<D, SETS, B + 1>(state, tables, k, pitch, scores);
@@ -304,7 +325,7 @@ __device__ __forceinline__ void raise(WarpState<D, SETS>& state, const WarpTable
             if (key + at < tables.start[s][g] || key + at >= tables.end[s][g]) continue;
 #pragma unroll
             for (int b = 0; b < D / 32; b++) {
-                const float d = fabsf(tables.v_scale[b / 2][at][b % 2]);
+                const float d = fabsf(tables.v_scale[b][at]);
                 scale = d < INF_F32 ? fmaxf(scale, d) : scale;
             }
         }
@@ -319,13 +340,13 @@ __device__ __forceinline__ void raise(WarpState<D, SETS>& state, const WarpTable
         const int32_t down_sums = down + state.top[s] - top;
         state.pivot[s] = pivot, state.top[s] = top;
         least = top < least ? top : least;
-        const float shrink = power_of_two(down);
+        const float shrink_own = power_of_two(down_sums);
         const float shrink0 = power_of_two(__shfl_sync(FULL_MASK, down_sums, 8 * t));
         const float shrink1 = power_of_two(__shfl_sync(FULL_MASK, down_sums, 8 * t + 4));
-        state.weight[s] = state.weight[s] * shrink;
+        state.weight[s] = state.weight[s] * power_of_two(down);
 #pragma unroll
         for (int b = 0; b < D / 32; b++) {
-            state.minima[s][b] = state.minima[s][b] * shrink;
+            state.minima[s][b] = state.minima[s][b] * shrink_own;
 #pragma unroll
             for (int i = 0; i < 8; i++)
                 state.sums[s][b][i / 4][i % 4] *= i % 2 ? shrink1 : shrink0;
@@ -375,9 +396,11 @@ __device__ __forceinline__ void step(WarpState<D, SETS>& state, WarpTables<D, SE
         for (int i = 0; i < 4; i++) p[s][i] = 0.0f;
     score_block<D, SETS, 0>(state, tables, k, pitch_k, p);
 #pragma unroll
-    for (int s = 0; s < SETS; s++)
+    for (int s = 0; s < SETS; s++) {
+        const float factor = tables.factor[s][g];
 #pragma unroll
-        for (int i = 0; i < 4; i++) p[s][i] = p[s][i] * state.factor[s];
+        for (int i = 0; i < 4; i++) p[s][i] = p[s][i] * factor;
+    }
     if (softcap > 0.0f) cap_scores(p, softcap);
     if (!shared_keys) mask_scores(p, tables, key);
     bool above = wild || scale_field - 14 > state.least_top;
@@ -389,7 +412,6 @@ __device__ __forceinline__ void step(WarpState<D, SETS>& state, WarpTables<D, SE
         raise<D, SETS>(state, tables, p, key);
         guarded = __any_sync(FULL_MASK, wild);
     }
-    float lifted[SETS][4];
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
         const float lift = power_of_two(14 - state.top[s]);
@@ -397,7 +419,7 @@ __device__ __forceinline__ void step(WarpState<D, SETS>& state, WarpTables<D, SE
         for (int i = 0; i < 4; i++) {
             p[s][i] = exp2_fast(p[s][i] - state.pivot[s]);
             state.weight[s] = state.weight[s] + p[s][i];
-            lifted[s][i] = p[s][i] * lift;
+            p[s][i] = p[s][i] * lift;
         }
     }
 
@@ -406,40 +428,28 @@ __device__ __forceinline__ void step(WarpState<D, SETS>& state, WarpTables<D, SE
         uint32_t outer[4], inner[2];  // [2 * piece + tile] of the pieces 0 and 1; [tile] of piece 2
         load_across_x4(outer, v + pair * 48, pitch_v, 8 * pitch_v, 16);
         load_across_x2(inner, v + pair * 48 + 32, pitch_v, 8 * pitch_v);
-        uint4 fifth[2];
-        float4 scale[2], minimum[2];
-#pragma unroll
-        for (int tile = 0; tile < 2; tile++) {
-            const int at = 8 * tile + 2 * t;
-            fifth[tile] = *reinterpret_cast<const uint4*>(tables.fifth[pair][tile][t]);
-            scale[tile] = *reinterpret_cast<const float4*>(tables.v_scale[pair][at]);
-            minimum[tile] = *reinterpret_cast<const float4*>(tables.v_minimum[pair][at]);
-        }
 #pragma unroll
         for (int j = 0; j < 2; j++) {
             const int b = 2 * pair + j;
             const int h = half_word(j, g);
             uint32_t codes[2][4];
+            float2 scale[2], minimum[2];
 #pragma unroll
             for (int tile = 0; tile < 2; tile++) {
+                const int at = 8 * tile + 2 * t;
+                scale[tile] = *reinterpret_cast<const float2*>(&tables.v_scale[b][at]);
+                minimum[tile] = *reinterpret_cast<const float2*>(&tables.v_minimum[b][at]);
+                const uint2 fifth = *reinterpret_cast<const uint2*>(tables.fifth[b][tile][t]);
                 const uint32_t nibbles =
                     j ? inner[tile] : g < 4 ? outer[2 + tile] : outer[tile];
-                const uint32_t low = j ? fifth[tile].z : fifth[tile].x;
-                const uint32_t high = j ? fifth[tile].w : fifth[tile].y;
-                unpack_codes(nibbles, __funnelshift_r(low, low, 2 * h - 4),
-                             __funnelshift_r(high, high, 2 * h - 8), codes[0][2 * tile],
+                unpack_codes(nibbles, __funnelshift_r(fifth.x, fifth.x, 2 * h - 4),
+                             __funnelshift_r(fifth.y, fifth.y, 2 * h - 8), codes[0][2 * tile],
                              codes[0][2 * tile + 1], codes[1][2 * tile], codes[1][2 * tile + 1]);
             }
 #pragma unroll
             for (int s = 0; s < SETS; s++) {
-                float d[4], m[4];
-#pragma unroll
-                for (int tile = 0; tile < 2; tile++) {
-                    d[2 * tile] = j ? scale[tile].y : scale[tile].x;
-                    d[2 * tile + 1] = j ? scale[tile].w : scale[tile].z;
-                    m[2 * tile] = j ? minimum[tile].y : minimum[tile].x;
-                    m[2 * tile + 1] = j ? minimum[tile].w : minimum[tile].z;
-                }
+                float d[4] = {scale[0].x, scale[0].y, scale[1].x, scale[1].y};
+                float m[4] = {minimum[0].x, minimum[0].y, minimum[1].x, minimum[1].y};
                 if (guarded) {  // what is not finite stays with the rows that see it
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
@@ -453,7 +463,7 @@ __device__ __forceinline__ void step(WarpState<D, SETS>& state, WarpTables<D, SE
                 float x[4];
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    x[i] = lifted[s][i] * d[i];
+                    x[i] = p[s][i] * d[i];
                     state.minima[s][b] = fmaf(p[s][i], m[i], state.minima[s][b]);
                 }
                 uint32_t coarse[2], fine[2];
@@ -486,7 +496,8 @@ struct Partials {
 template <int D, int SETS>
 __device__ __forceinline__ void end_part(const WarpState<D, SETS>& state,
                                          const WarpTables<D, SETS>& tables, const Partials<D>& to,
-                                         int32_t part, int group, int n_heads) {
+                                         int32_t part, int n_rows, int group,
+                                         int n_heads) {
     const int first_row = tables.place.x, first_query = tables.place.y;
     const int n_queries = tables.place.z;
     const int32_t slot = part - tables.slot_zero;
@@ -500,15 +511,17 @@ __device__ __forceinline__ void end_part(const WarpState<D, SETS>& state,
         size_t column[3];  // of the queries g, 2t, 2t + 1
 #pragma unroll
         for (int i = 0; i < 3; i++) {
-            const int query = first_query + s * SET + (i == 0 ? g : 2 * t + i - 1);
-            const int row = first_row + query / group;
-            column[i] = (size_t(row) * n_heads + kv_head * group + query % group) * to.n_slots + slot;
+            const uint32_t query = first_query + s * SET + (i == 0 ? g : 2 * t + i - 1);
+            const uint32_t row = n_rows == 1 ? 0u : query / uint32_t(group);
+            const uint32_t head = kv_head * group + query - row * group;
+            column[i] = (size_t(first_row + row) * n_heads + head) * to.n_slots + slot;
         }
         const bool fits = slot < to.n_slots;
         const int left = fits ? n_queries - s * SET : 0;
         if (t == 0 && g < left)
             *reinterpret_cast<float2*>(to.marks + column[0] * 2) =
                 make_float2(state.pivot[s], weight);
+        const float own_unit = power_of_two(state.top[s] - 14);
         float unit[2];
 #pragma unroll
         for (int i = 0; i < 2; i++)
@@ -518,6 +531,7 @@ __device__ __forceinline__ void end_part(const WarpState<D, SETS>& state,
             float minimum = state.minima[s][b];
             minimum = minimum + __shfl_xor_sync(FULL_MASK, minimum, 1);
             minimum = minimum + __shfl_xor_sync(FULL_MASK, minimum, 2);
+            minimum = minimum * own_unit;
             const int channel = 32 * b + 2 * half_word(b, g);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
@@ -538,7 +552,7 @@ __device__ __forceinline__ void end_part(const WarpState<D, SETS>& state,
 }
 
 // Shared memory: N_STAGES tiles of keys_per_stage rows of K, then of V, of the block's heads; then
-// per warp StepTables, then (if SHARED_Q) its fragments of q; then with COPY_BULK 2 * N_STAGES
+// per warp WarpTables, then the shared fragments of q; then with COPY_BULK 2 * N_STAGES
 // barriers.
 //
 // Grid (x: any number of blocks, which share the chunks; n_kv_heads / heads_per_block; query blocks),
@@ -569,40 +583,38 @@ __global__ void __launch_bounds__(256, D * SETS <= 128 ? 2 : 1)
     const int n_heads = n_kv_heads * group;
 
     // Queries [first_query, first_query + n_queries) of the rows from first_row on.
-    const int queries = warps_per_head * SETS * SET;
-    int first_row = 0, first_query = int(blockIdx.z) * queries, all_queries = n_rows * group;
+    const uint32_t queries = warps_per_head * SETS * SET;
+    uint32_t first_row = 0, first_query = blockIdx.z * queries, all_queries = n_rows * group;
     if (table != nullptr) {
-        const int blocks_per_row = (group + queries - 1) / queries;
+        const uint32_t blocks_per_row = (group + queries - 1) / queries;
         first_row = blockIdx.z / blocks_per_row;
-        first_query = int(blockIdx.z) % blocks_per_row * queries;
+        first_query = (blockIdx.z - first_row * blocks_per_row) * queries;
         all_queries = group;
     }
-    const int n_queries = all_queries - first_query < queries ? all_queries - first_query : queries;
-    const int top_row = first_row + first_query / group;
-    const int last_row = first_row + (first_query + n_queries - 1) / group;
+    const uint32_t n_queries =
+        all_queries - first_query < queries ? all_queries - first_query : queries;
+    const auto row_of = [&](uint32_t query) {  // spares one row the division
+        return all_queries == uint32_t(group) ? 0u : query / uint32_t(group);
+    };
 
-    // Keys that some query sees, keys that all see, and this block's share of the chunks.
-    const RowView view = row_view(k_plane, v_plane, len_d, base_d, table, first_row);
-    const KeyRange top_keys = key_range(
-        row_view(k_plane, v_plane, len_d, base_d, table, top_row), window, counted, capacity);
-    const KeyRange last_keys = key_range(
-        row_view(k_plane, v_plane, len_d, base_d, table, last_row), window, counted, capacity);
-    const int32_t key_start = int32_t(top_keys.start), key_end = int32_t(last_keys.end);
-    const int32_t shared_start = int32_t(last_keys.start), shared_end = int32_t(top_keys.end);
-    const int32_t slot_zero = part_of(int32_t(key_range(view, window, counted, capacity).start));
+    // Keys that some query sees, keys that all see, and this block's share of the chunks. The ranges
+    // ascend with the row.
+    const Plane plane(k_plane, v_plane, len_d, base_d, table, first_row, window, counted, capacity);
+    const int2 top_keys = plane.seen(row_of(first_query));
+    const int2 last_keys = plane.seen(row_of(first_query + n_queries - 1));
+    const int32_t key_start = top_keys.x, key_end = last_keys.y;
     int32_t first_key = 0, last_key = 0;
     if (key_end > key_start) {
         const uint32_t first = part_of(key_start), n = part_of(key_end - 1) + 1 - first;
         const uint32_t n_shares = n < gridDim.x ? n : gridDim.x, share = blockIdx.x;
         if (share < n_shares) {
             const uint32_t span = key_end - key_start;
-            const uint32_t each = span / n_shares, more = span % n_shares;
+            const uint32_t each = span / n_shares, more = span - each * n_shares;
             const int32_t from = key_start + int32_t(each * share + (share < more ? share : more));
             const int32_t to = from + int32_t(each + (share < more ? 1 : 0));
-            const int32_t part = share == 0 ? first : part_of(from - 1) + 1;
-            first_key = part_begin(part);
+            first_key = share == 0 ? key_start : part_begin(part_of(from - 1) + 1);
             first_key = first_key > key_start ? first_key : key_start;
-            last_key = share + 1 == n_shares ? key_end : part_begin(part_of(to - 1) + 1);
+            last_key = part_begin(part_of(to - 1) + 1);
             last_key = last_key < key_end ? last_key : key_end;
         }
     }
@@ -610,11 +622,22 @@ __global__ void __launch_bounds__(256, D * SETS <= 128 ? 2 : 1)
     const int32_t step_end = last_key > first_key ? (last_key + STEP - 1) / STEP * STEP : stage_zero;
 
     const int32_t row_k = n_kv_heads * K_HEAD, row_v = n_kv_heads * V_HEAD;
-    const uint8_t* slice_of_k = view.k + blockIdx.y * slice_k - view.base * row_k;
-    const uint8_t* slice_of_v = view.v + blockIdx.y * slice_v - view.base * row_v;
+    const int head = warps_per_head == 1 ? warp : int(uint32_t(warp) / uint32_t(warps_per_head));
+    const int kv_head = int(blockIdx.y) * heads_per_block + head;
+    const uint32_t own_query = (warp - head * warps_per_head) * (SETS * SET);  // within the block
+    WarpTables<D, SETS>& own = tables[warp];
+    if (lane == 0) {
+        own.keys = make_int4(first_key, last_key, last_keys.x, top_keys.y);
+        own.place = make_int4(first_row, first_query + own_query, int(n_queries) - int(own_query),
+                              kv_head);
+        own.slot_zero = part_of(plane.seen(0).x);
+        own.k = plane.k + blockIdx.y * slice_k - int64_t(plane.base) * row_k;
+        own.v = plane.v + blockIdx.y * slice_v - int64_t(plane.base) * row_v;
+    }
+    __syncwarp();
     uint64_t* const full = reinterpret_cast<uint64_t*>(
         reinterpret_cast<uint8_t*>(fragments) +
-        (WarpState<D, SETS>::SHARED_Q ? n_workers * SETS * (D / 16) * WARP_LANES * 16 : 0));
+        n_workers * WarpState<D, SETS>::SHARED * WARP_LANES * 16);
     uint64_t* const empty = full + N_STAGES;
     if constexpr (COPY == COPY_BULK) {
         if (threadIdx.x == 0) {
@@ -628,6 +651,9 @@ __global__ void __launch_bounds__(256, D * SETS <= 128 ? 2 : 1)
         const int n = step_end - key < keys_per_stage ? step_end - key : keys_per_stage;
         uint8_t* const k = shared + slot * stage_bytes;
         uint8_t* const v = k + keys_per_stage * pitch_k;
+        const int low = own.keys.x, high = own.keys.y - 1;
+        const uint8_t* const rows_k = own.k;
+        const uint8_t* const rows_v = own.v;
         if constexpr (COPY == COPY_BULK) {
             // Each warp brings every n_workers-th row.
             uint64_t* const there = full + slot;
@@ -635,10 +661,10 @@ __global__ void __launch_bounds__(256, D * SETS <= 128 ? 2 : 1)
             if (lane == 0) mbar_arrive_expecting(there, n_own * (slice_k + slice_v));
 #pragma unroll 1
             for (int r = warp; r < n; r += n_workers) {
-                int32_t at = key + r < last_key ? key + r : last_key - 1;
-                at = at > first_key ? at : first_key;
-                const uint8_t* const from_k = slice_of_k + int64_t(at) * row_k;
-                const uint8_t* const from_v = slice_of_v + int64_t(at) * row_v;
+                int32_t at = key + r < high ? key + r : high;
+                at = at > low ? at : low;
+                const uint8_t* const from_k = rows_k + int64_t(at) * row_k;
+                const uint8_t* const from_v = rows_v + int64_t(at) * row_v;
                 if (lane == 0) {
                     bulk_copy(k + r * pitch_k, from_k, slice_k, there);
                     bulk_copy(v + r * pitch_v, from_v, slice_v, there);
@@ -647,51 +673,43 @@ __global__ void __launch_bounds__(256, D * SETS <= 128 ? 2 : 1)
         } else {
 #pragma unroll 1
             for (int r = warp; r < n; r += n_workers) {
-                int32_t at = key + r < last_key ? key + r : last_key - 1;
-                at = at > first_key ? at : first_key;
-                const uint8_t* const from_k = slice_of_k + int64_t(at) * row_k;
-                const uint8_t* const from_v = slice_of_v + int64_t(at) * row_v - slice_k;
+                int32_t at = key + r < high ? key + r : high;
+                at = at > low ? at : low;
+                const uint8_t* const from_k = rows_k + int64_t(at) * row_k;
+                const uint8_t* const from_v = rows_v + int64_t(at) * row_v - slice_k;
+#pragma unroll 2
                 for (int x = lane * 16; x < slice_k + slice_v; x += WARP_LANES * 16)
                     cp_async<16>(x < slice_k ? k + r * pitch_k + x : v + r * pitch_v + x - slice_k,
                                  x < slice_k ? from_k + x : from_v + x);
             }
         }
     };
+#pragma unroll 1
     for (int i = 0; i < N_STAGES - 1; i++) {
         if (stage_zero + i * keys_per_stage < step_end) ask(stage_zero + i * keys_per_stage, i);
         if constexpr (COPY == COPY_ASYNC) cp_async_commit();
     }
 
-    const int head = warp / warps_per_head;
-    const int kv_head = int(blockIdx.y) * heads_per_block + head;
-    const int own_query = warp % warps_per_head * (SETS * SET);  // within the block
     WarpState<D, SETS> state;
-    state.q_shared = fragments + warp * (SETS * (D / 16) * WARP_LANES);
+    state.q_shared = fragments + warp * (WarpState<D, SETS>::SHARED * WARP_LANES);
     if (stage_zero < step_end) {
 #pragma unroll
         for (int s = 0; s < SETS; s++) {
-            int query = own_query + s * SET + lane / 4;  // surplus lanes repeat the last query
+            uint32_t query = own_query + s * SET + lane / 4;  // surplus lanes repeat the last one
             query = first_query + (query < n_queries ? query : n_queries - 1);
-            const int row = first_row + query / group;
-            const KeyRange keys = key_range(
-                row_view(k_plane, v_plane, len_d, base_d, table, row), window, counted, capacity);
+            const uint32_t row = row_of(query);
+            const int2 keys = plane.seen(row);
             if (lane % 4 == 0) {
-                tables[warp].start[s][lane / 4] = int32_t(keys.start);
-                tables[warp].end[s][lane / 4] = int32_t(keys.end);
+                own.start[s][lane / 4] = keys.x;
+                own.end[s][lane / 4] = keys.y;
             }
-            const size_t at = (size_t(row) * n_heads + kv_head * group + query % group) * D;
-            load_query<D, SETS>(state, tables[warp], s, q + at, scale, softcap);
-        }
-        if (lane == 0) {
-            tables[warp].keys = make_int4(first_key, last_key, shared_start, shared_end);
-            tables[warp].place =
-                make_int4(first_row, first_query + own_query, n_queries - own_query, kv_head);
-            tables[warp].slot_zero = slot_zero;
+            const size_t at =
+                (size_t(first_row + row) * n_heads + kv_head * group + query - row * group) * D;
+            load_query<D, SETS>(state, own, s, q + at, scale, softcap);
         }
         begin_part(state);
     }
-    int32_t part = part_of(first_key);
-    int32_t part_end = part_begin(part + 1);
+    int32_t part_end = part_begin(part_of(first_key) + 1);
     int slot = 0, parity = 0;
     for (int32_t stage = stage_zero; stage < step_end; stage += keys_per_stage) {
         const int32_t next = stage + (N_STAGES - 1) * keys_per_stage;
@@ -708,14 +726,13 @@ __global__ void __launch_bounds__(256, D * SETS <= 128 ? 2 : 1)
         const uint8_t* v = shared + slot * stage_bytes + keys_per_stage * pitch_k + head * V_HEAD;
         const int32_t stop = stage + keys_per_stage < step_end ? stage + keys_per_stage : step_end;
         for (int32_t key = stage; key < stop; key += STEP) {
-            step<D, SETS>(state, tables[warp], k, pitch_k, v, pitch_v, key, softcap);
+            step<D, SETS>(state, own, k, pitch_k, v, pitch_v, key, softcap);
             k += STEP * pitch_k, v += STEP * pitch_v;
             if (key + STEP == part_end || key + STEP == step_end) {
-                end_part<D, SETS>(state, tables[warp], Partials<D>(workspace, n_rows, n_heads, n_slots),
-                                  part, group, n_heads);
+                end_part<D, SETS>(state, own, Partials<D>(workspace, n_rows, n_heads, n_slots),
+                                  part_of(key), n_rows, group, n_heads);
                 begin_part(state);
-                part++;
-                part_end = part_begin(part + 1);
+                part_end = part_begin(part_of(part_end) + 1);
             }
         }
         if constexpr (COPY == COPY_BULK) {
@@ -747,15 +764,12 @@ __global__ void __launch_bounds__(256)
     await_predecessor();
     const int thread = threadIdx.x, quad = thread % QUADS, split = thread / QUADS;
     const int head = blockIdx.x, row = blockIdx.y, n_heads = gridDim.x;
-    const KeyRange keys =
-        key_range(row_view(nullptr, nullptr, len_d, base_d, table, row), window, counted, capacity);
-    const int32_t first = part_of(int32_t(keys.start));
-    const int32_t behind = keys.end > keys.start ? part_of(int32_t(keys.end - 1)) + 1 : first;
-    const int32_t slot_zero =
-        table != nullptr
-            ? first
-            : part_of(int32_t(key_range(row_view(nullptr, nullptr, len_d, base_d, table, 0), window,
-                                        counted, capacity).start));
+    // A row of a table is its own first row.
+    const Plane plane(nullptr, nullptr, len_d, base_d, table, row, window, counted, capacity);
+    const int2 keys = plane.seen(0);
+    const int32_t first = part_of(keys.x);
+    const int32_t behind = keys.y > keys.x ? part_of(keys.y - 1) + 1 : first;
+    const int32_t slot_zero = table != nullptr ? first : part_of(plane.seen(-row).x);
     const bool fits = behind - slot_zero <= n_slots;
     const int32_t last = fits ? behind : first;
     const Partials<D> partials(workspace, n_rows, n_heads, n_slots);

@@ -250,8 +250,9 @@ def _shape(head_dim: int, n_kv_heads: int, n_queries: int, room: int) -> _Shape:
     def shared(heads: int, keys: int) -> int:
         slice_k, slice_v = heads * head_dim // 32 * 34, heads * head_dim // 32 * 24
         row = (slice_k + 63) // 64 * 64 + 32 + (slice_v + 31) // 32 * 32 + 16  # k_pitch, v_pitch
-        tables = head_dim // 64 * 512 + sets * (head_dim + 64) + 48  # WarpTables
-        fragments = sets * head_dim * 32 if head_dim > 128 or sets > 1 else 0
+        tables = head_dim // 64 * 512 + sets * (head_dim + 96) + 64  # WarpTables
+        held = 0 if sets > 1 or head_dim > 128 else 6 if head_dim == 128 else 4
+        fragments = (sets * head_dim // 16 - held) * 512  # WarpState::SHARED
         return _STAGES * keys * row + heads * warps * (tables + fragments) + 2 * _STAGES * 8
 
     def fits(heads: int, keys: int) -> bool:
@@ -260,9 +261,10 @@ def _shape(head_dim: int, n_kv_heads: int, n_queries: int, room: int) -> _Shape:
 
     while warps > 1 and shared(aligned, 16) > room:
         warps = -(-warps // 2)
-    heads = aligned
-    while 2 * heads * warps <= _WARPS and fits(2 * heads, 16):
-        heads *= 2
+    heads = _WARPS // warps
+    heads = 1 << (heads.bit_length() - 1)
+    while heads > aligned and not fits(heads, 16):
+        heads //= 2
     keys = 16
     while keys < 64 and fits(heads, 2 * keys):
         keys *= 2
