@@ -115,13 +115,17 @@ KERNEL void pick_rows(const float* values, const int32_t* ids, const float* NULL
     thread_ids[thread] = best.id;
     __syncthreads();
     if (thread < PICK_GROUPS) {
-        for (int i = thread + PICK_GROUPS; i < PICK_THREADS; i += PICK_GROUPS)
+#pragma unroll
+        for (int k = 1; k < PICK_THREADS / PICK_GROUPS; k++) {
+            const int i = thread + PICK_GROUPS * k;
             best = better(best, Best{thread_values[i], thread_ids[i]});
+        }
         group_values[thread] = best.value;
         group_ids[thread] = best.id;
     }
     __syncthreads();
     best = Best{group_values[0], group_ids[0]};
+#pragma unroll
     for (int i = 1; i < PICK_GROUPS; i++) best = better(best, Best{group_values[i], group_ids[i]});
     if (thread == 0) out[blockIdx.x] = best.id;
 

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(608)
         return first < q_dim + kv_dim && (first + pair) % head_dim < n_rot;
     };
     int position = 0;
-    int64_t slot = 0;
+    int slot = 0;  // physical row of row 0 of the group
     const auto turn_of = [&](int r, int pair) {
         if (!rotated(pair)) return Turn{1.0f, 0.0f};
         if (position + r < 0 || position + r >= n_positions) return Turn{NAN_F32, NAN_F32};
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(608)
     float* squares = parts + size_t(rows) * n_slices * OUTS;
     product.run(h + size_t(first_row) * n_blocks * TILE_COLS, rows, parts, nullptr, squares, [&] {
         position = pos_d[0] + first_row;
-        slot = int64_t(len_d[0]) + first_row - (base_d == nullptr ? 0 : base_d[0]);
+        slot = len_d[0] + first_row - (base_d == nullptr ? 0 : base_d[0]);
         // The first turn is two loads away; they pass while the product is made.
         if (mine < rows * (OUTS / 2)) turn = turn_of(mine / (OUTS / 2), 2 * (mine % (OUTS / 2)));
     });
