@@ -39,8 +39,8 @@ __device__ __forceinline__ int32_t part_of(int32_t key) {
     return key < 65536 ? near : far;
 }
 __device__ __forceinline__ int32_t part_begin(int32_t part) {
-    const int32_t near = part < 256 ? part << 5 : (part - 192) << 7;
-    const int32_t far = part < 1472 ? (part - 448) << 8 : (part - 1216) << 10;
+    const int32_t near = part < 256 ? part * 32 : (part - 192) * 128;
+    const int32_t far = part < 1472 ? (part - 448) * 256 : (part - 1216) * 1024;
     return part < 704 ? near : far;
 }
 
