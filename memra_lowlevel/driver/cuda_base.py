@@ -20,6 +20,7 @@ from .calls import DriverBase
 __all__ = ["CudaBase"]
 
 _MIN_DRIVER = 12000
+_INVALID_VALUE, _OUT_OF_MEMORY = 1, 2
 
 
 def _import_bindings() -> Any:
@@ -100,6 +101,9 @@ class CudaBase(DriverBase):
         """Make a call; return its result number and its values."""
         try:
             answer = getattr(self._d, call)(*args)
+        except OverflowError:
+            # A number that does not fit into the call's type: the driver would say the same.
+            return (_OUT_OF_MEMORY if "Alloc" in call else _INVALID_VALUE), ()
         except (RuntimeError, NotImplementedError) as error:
             raise self._loading_failed(call, error) from error
         return int(answer[0]), tuple(answer[1:])

@@ -25,6 +25,7 @@ MAX_ROWS = 65_535
 
 _THREADS = 128
 _WARP = 32
+_MAX_GRID_Y = 65535
 _RUN = 16  # blocks of a row that a warp takes
 
 registry.register(
@@ -196,7 +197,7 @@ def _launch(
     n, width_k, width_v = k.shape[0], k.shape[1], v.shape[1]
     if n == 0:
         return
-    config, group = _plan(n, max(width_k, width_v), stream.device.limits.n_sms)
+    config, group = _plan(n, max(width_k, width_v))
     launch(
         stream, config, kernel,
         k, v, k_plane, v_plane, n, group, width_k, width_v, rows, len_d, base_d, table, fault,
@@ -204,11 +205,11 @@ def _launch(
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(n: int, width: int, n_sms: int) -> tuple[LaunchConfig, int]:
-    """Choose the grid and the rows that a warp takes: one, while there are few."""
+def _plan(n: int, width: int) -> tuple[LaunchConfig, int]:
+    """Choose the grid and the rows that a warp takes: as few as a grid can have blocks for."""
     runs = -(-width // (BLOCK * _RUN))
     warps = min(_THREADS // _WARP, runs)
-    group = 2 if 2 * n * runs > 64 * n_sms else 1
+    group = -(-n // _MAX_GRID_Y)
     return LaunchConfig((-(-runs // warps), -(-n // group), 2), (warps * _WARP, 1, 1)), group
 
 

@@ -9,7 +9,7 @@ from lkv_data import MODES, fill, gen, poisoned, same_bits
 from memra_lowlevel.compile import DEFAULT_ARCHS
 from memra_lowlevel.errors import ArgumentError, CapacityExceeded, KvStateError
 from memra_lowlevel.kernels import layer_kv as launches
-from memra_lowlevel.kernels import registry
+from memra_lowlevel.kernels import counters, registry
 from memra_lowlevel.layer_kv import (
     BoundedRope,
     BoundedWeights,
@@ -153,11 +153,11 @@ def test_captured_steps(device, stream):
     launches.prepare(device)
     k, v, q = (up(device, stream, gen(s, 32)) for s in (60, 61, 62))
     out, scores = nans(device, stream, 1, 32), nans(device, stream, 1, 16)
-    from memra_lowlevel.kernels.counters import add_counters
+    counters.prepare(device)
 
     with stream.capture("step") as graph:
         launches.append(stream, mirror.rows, k, v)
-        add_counters(stream, mirror.rows.rows_d, 1)
+        counters.add_counters(stream, mirror.rows.rows_d, 1)
         mirror.attend(stream, q, out, scores, n_heads=1)
     step = graph.instantiate()
     for _ in range(5):
