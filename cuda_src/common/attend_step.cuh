@@ -1,0 +1,430 @@
+// One step of attention on tensor cores: 16 keys, K q8_0 and V q5_1, for the queries of one warp.
+//
+//   Q K^T  f16 products of q as two f16 (22 bits) and the codes of K, which are exact as subnormal
+//          f16 (code + 128, the offset taken back in the accumulator's start), one sum per block of
+//          32 channels, times the block's scale;
+//   P V    f16 products of p * scale as two f16 and the codes of V, exact as subnormal f16; the sum
+//          of p * minimum beside them.
+//
+// p and p * scale are held against powers of two, so that a change of the reference is exact. A
+// masked key weighs exactly 0, and no lane's sum depends on another query.
+#pragma once
+#include "common/device.cuh"
+#include "common/fragments.cuh"
+#include "common/mma.cuh"
+
+constexpr int K_BLOCK_BYTES = 34, V_BLOCK_BYTES = 24;
+constexpr int STEP = 16;  // keys of one tensor-core step
+constexpr int SET = 8;    // queries of one tensor-core tile
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float NO_PIVOT = -1e30f;
+
+// What a warp keeps in shared memory: of a step the blocks' scales; of its queries the start of their
+// accumulators, the factor of their scores and the keys they see; and its place.
+template <int D, int SETS>
+struct WarpTables {
+    static constexpr int BLOCKS = D / 32;
+    float k_scale[BLOCKS][STEP];
+    float v_scale[BLOCKS][STEP];
+    float v_minimum[BLOCKS][STEP];
+    // Fifth bits of V: [block][tile of 8 keys][pair of keys][half of the channels][key]
+    uint16_t fifth[BLOCKS][2][4][2][2];
+    float bias[SETS][D / 32][SET];
+    float factor[SETS][SET];  // of a raw score
+    int32_t start[SETS][SET], end[SETS][SET];
+    int4 keys;  // [x, y) of this block that some query sees, [z, w) that all see
+    int4 place;  // row and query of the warp's first query, its number of queries, its kv head
+    int32_t slot_zero;  // chunk of slot 0
+    const uint8_t* k;  // its slices of the rows, as if absolute row 0 was there
+    const uint8_t* v;
+};
+
+// The pitch of K rows puts 4 rows 8 banks apart, that of V rows 8 rows 4 banks apart.
+__device__ __forceinline__ int k_pitch(int bytes) { return (bytes + 63) / 64 * 64 + 32; }
+__device__ __forceinline__ int v_pitch(int bytes) { return (bytes + 31) / 32 * 32 + 16; }
+
+// One warp's queries and running sums. Lane 4 g + t holds query g of each set, and of the sums of V
+// the queries 2t and 2t + 1.
+template <int D, int SETS>
+struct WarpState {
+    static constexpr int BLOCKS = D / 32;
+    // Fragments of q that stay in registers, as many as there is room for; the others are in shared
+    // memory.
+    static constexpr int HELD = SETS > 1 || D > 128 ? 0 : D == 128 ? 6 : 4;
+    static constexpr int SHARED = SETS * D / 16 - HELD;
+    uint32_t q_held[HELD > 0 ? HELD : 1][4];
+    uint4* q_shared;  // [SHARED][lane]
+    float sums[SETS][BLOCKS][2][4];
+    float minima[SETS][BLOCKS];  // sums of p * minimum * 2^(14 - top)
+    float weight[SETS];
+    float pivot[SETS];  // p = 2^(score - pivot), an integer
+    int32_t top[SETS];  // scales of V seen so far are below 2^top
+    int32_t least_top;
+};
+
+template <int D, int SETS>
+__device__ __forceinline__ void load_query(WarpState<D, SETS>& state,
+                                           WarpTables<D, SETS>& tables, int set, const float* row,
+                                           float scale, float softcap) {
+    constexpr int BLOCKS = D / 32;
+    const int lane = threadIdx.x % WARP_LANES, t = lane % 4;
+    float most = 0.0f;
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float4 x = *reinterpret_cast<const float4*>(row + 32 * b + 8 * t + 4 * i);
+            most = fmaxf(fmaxf(most, fmaxf(fabsf(x.x), fabsf(x.y))), fmaxf(fabsf(x.z), fabsf(x.w)));
+        }
+    }
+    most = fmaxf(most, __shfl_xor_sync(FULL_MASK, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(FULL_MASK, most, 2));
+    int32_t above = int32_t(__float_as_uint(most) >> 23) - 126;  // |q| < 2^above
+    above = above < -110 ? -110 : above;
+    const float lift = power_of_two(15 - above);
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) {
+        float total = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float4 x = *reinterpret_cast<const float4*>(row + 32 * b + 8 * t + 4 * i);
+            const float y[4] = {x.x * lift, x.y * lift, x.z * lift, x.w * lift};
+            uint32_t a[4];
+            split_pair(y[0], y[2], a[0], a[1]);
+            split_pair(y[1], y[3], a[2], a[3]);
+            total = total + ((y[0] + y[1]) + (y[2] + y[3]));
+            const int at = set * (D / 16) + 2 * b + i;
+            constexpr int HELD = WarpState<D, SETS>::HELD;
+            if (at >= HELD) {
+                state.q_shared[(at - HELD) * WARP_LANES + lane] = make_uint4(a[0], a[1], a[2], a[3]);
+            } else {
+#pragma unroll
+                for (int j = 0; j < 4; j++) state.q_held[at][j] = a[j];
+            }
+        }
+        total = total + __shfl_xor_sync(FULL_MASK, total, 1);
+        total = total + __shfl_xor_sync(FULL_MASK, total, 2);
+        if (t == 0) tables.bias[set][b][lane / 4] = total * (-128.0f * 0x1p-24f);
+    }
+    const float natural = power_of_two(above + 9) * scale;  // codes of K count 2^-24, q is 2^lift high
+    if (t == 0) tables.factor[set][lane / 4] = softcap > 0.0f ? natural : natural * LOG2_E;
+}
+
+template <int D, int SETS>
+__device__ __forceinline__ void begin_part(WarpState<D, SETS>& state) {
+#pragma unroll
+    for (int s = 0; s < SETS; s++) {
+        state.weight[s] = 0.0f, state.pivot[s] = NO_PIVOT, state.top[s] = -14;
+#pragma unroll
+        for (int b = 0; b < D / 32; b++) {
+            state.minima[s][b] = 0.0f;
+#pragma unroll
+            for (int i = 0; i < 8; i++) state.sums[s][b][i / 4][i % 4] = 0.0f;
+        }
+    }
+    state.least_top = -14;
+}
+
+// Scales, minima and fifth bits of a step. Lanes 0 to 15 are the keys, lanes 16 to 31 the same with
+// the other half of the blocks. Keys that no query sees count as zeros. Returns the largest exponent
+// field of a scale, and whether a scale or minimum of V is not finite.
+template <int D, int SETS>
+__device__ __forceinline__ int32_t fill_tables(WarpTables<D, SETS>& tables, const uint8_t* k,
+                                               int pitch_k, const uint8_t* v, int pitch_v,
+                                               int from, int to, bool& wild) {
+    const int lane = threadIdx.x % WARP_LANES;
+    const int key = lane % STEP, half = lane / STEP;
+    const bool seen = key >= from && key < to;
+    const uint8_t* k_row = k + key * pitch_k;
+    const uint8_t* v_row = v + key * pitch_v;
+    uint32_t most = 0, least = 0;
+#pragma unroll
+    for (int i = 0; i < D / 64; i++) {
+        const int b = half * (D / 64) + i;
+        const uint16_t k_scale = *reinterpret_cast<const uint16_t*>(k_row + b * K_BLOCK_BYTES);
+        const uint2 head = *reinterpret_cast<const uint2*>(v_row + b * V_BLOCK_BYTES);
+        const uint32_t scale = seen ? head.x & 0xFFFFu : 0u, minimum = seen ? head.x >> 16 : 0u;
+        tables.k_scale[b][key] = f16_to_f32(k_scale);
+        tables.v_scale[b][key] = f16_to_f32(uint16_t(scale));
+        tables.v_minimum[b][key] = f16_to_f32(uint16_t(minimum));
+        tables.fifth[b][key / 8][key % 8 / 2][0][key % 2] = uint16_t(head.y);
+        tables.fifth[b][key / 8][key % 8 / 2][1][key % 2] = uint16_t(head.y >> 16);
+        most = most > (scale & 0x7FFFu) ? most : scale & 0x7FFFu;
+        least = least > (minimum & 0x7FFFu) ? least : minimum & 0x7FFFu;
+    }
+    wild = most >= 0x7C00u || least >= 0x7C00u;
+    return int32_t(most >> 10);
+}
+
+// 8 codes of key g of a tile: words of four bytes, from channel 8t of block b on.
+template <int D, int B>
+__device__ __forceinline__ void load_codes(const uint8_t* row, uint32_t* codes) {
+    const int t = threadIdx.x % 4;
+    const uint8_t* at = row + B * K_BLOCK_BYTES + B % 2 * 2 + 8 * t;  // a word before or at the codes
+    constexpr bool WIDE = D % 128 == 0;
+    uint32_t x, y;
+    if constexpr (B % 2 == 0) {  // the codes begin in the middle of a word
+        uint32_t w0, w1, w2;
+        if constexpr (WIDE && B % 4 == 0) {
+            const uint2 w = *reinterpret_cast<const uint2*>(at);
+            w0 = w.x, w1 = w.y, w2 = *reinterpret_cast<const uint32_t*>(at + 8);
+        } else if constexpr (WIDE) {
+            const uint2 w = *reinterpret_cast<const uint2*>(at + 4);
+            w0 = *reinterpret_cast<const uint32_t*>(at), w1 = w.x, w2 = w.y;
+        } else {
+            w0 = *reinterpret_cast<const uint32_t*>(at);
+            w1 = *reinterpret_cast<const uint32_t*>(at + 4);
+            w2 = *reinterpret_cast<const uint32_t*>(at + 8);
+        }
+        x = __byte_perm(w0, w1, 0x5432), y = __byte_perm(w1, w2, 0x5432);
+    } else if constexpr (WIDE && B % 4 == 3) {
+        const uint2 w = *reinterpret_cast<const uint2*>(at);
+        x = w.x, y = w.y;
+    } else {
+        x = *reinterpret_cast<const uint32_t*>(at), y = *reinterpret_cast<const uint32_t*>(at + 4);
+    }
+    x ^= 0x80808080u, y ^= 0x80808080u;
+    codes[0] = __byte_perm(x, 0, 0x4240), codes[1] = __byte_perm(x, 0, 0x4341);
+    codes[2] = __byte_perm(y, 0, 0x4240), codes[3] = __byte_perm(y, 0, 0x4341);
+}
+
+// Adds block B to the raw scores [set][2 * tile + i] of the keys 8 * tile + 2t + i.
+template <int D, int SETS, int B>
+__device__ __forceinline__ void score_block(const WarpState<D, SETS>& state,
+                                            const WarpTables<D, SETS>& tables, const uint8_t* k,
+                                            int pitch, float (&scores)[SETS][4]) {
+    const int lane = threadIdx.x % WARP_LANES, g = lane / 4, t = lane % 4;
+    uint32_t codes[2][4];
+    load_codes<D, B>(k + g * pitch, codes[0]);
+    load_codes<D, B>(k + (8 + g) * pitch, codes[1]);
+#pragma unroll
+    for (int s = 0; s < SETS; s++) {
+        uint32_t q[2][4];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int at = s * (D / 16) + 2 * B + i;
+            constexpr int HELD = WarpState<D, SETS>::HELD;
+            if (at >= HELD) {
+                const uint4 a = state.q_shared[(at - HELD) * WARP_LANES + lane];
+                q[i][0] = a.x, q[i][1] = a.y, q[i][2] = a.z, q[i][3] = a.w;
+            } else {
+#pragma unroll
+                for (int j = 0; j < 4; j++) q[i][j] = state.q_held[at][j];
+            }
+        }
+#pragma unroll
+        for (int tile = 0; tile < 2; tile++) {
+            const float bias = tables.bias[s][B][g];
+            float dots[4] = {bias, bias, 0.0f, 0.0f};
+            mma_m16n8k16_f16(dots, q[0], codes[tile], dots);
+            mma_m16n8k16_f16(dots, q[1], codes[tile] + 2, dots);
+            const float2 scale = *reinterpret_cast<const float2*>(&tables.k_scale[B][8 * tile + 2 * t]);
+            scores[s][2 * tile] = fmaf(dots[0] + dots[2], scale.x, scores[s][2 * tile]);
+            scores[s][2 * tile + 1] = fmaf(dots[1] + dots[3], scale.y, scores[s][2 * tile + 1]);
+        }
+    }
+    if constexpr (B + 1 < D / 32) score_block<D, SETS, B + 1>(state, tables, k, pitch, scores);
+}
+
+template <int SETS>
+__device__ __forceinline__ void cap_scores(float (&scores)[SETS][4], float softcap) {
+#pragma unroll
+    for (int s = 0; s < SETS; s++)
+#pragma unroll 1
+        for (int i = 0; i < 4; i++) {
+            const float x = i == 0   ? scores[s][0]
+                            : i == 1 ? scores[s][1]
+                            : i == 2 ? scores[s][2]
+                                     : scores[s][3];
+            const float y = softcap * tanhf(x / softcap) * LOG2_E;
+            scores[s][0] = i == 0 ? y : scores[s][0], scores[s][1] = i == 1 ? y : scores[s][1];
+            scores[s][2] = i == 2 ? y : scores[s][2], scores[s][3] = i == 3 ? y : scores[s][3];
+        }
+}
+
+template <int D, int SETS>
+__device__ __forceinline__ void mask_scores(float (&scores)[SETS][4],
+                                            const WarpTables<D, SETS>& tables, int32_t key) {
+    const int lane = threadIdx.x % WARP_LANES, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int s = 0; s < SETS; s++) {
+        const int32_t start = tables.start[s][g] - key, end = tables.end[s][g] - key;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int at = i / 2 * 8 + 2 * t + i % 2;
+            scores[s][i] = at >= start && at < end ? scores[s][i] : -INF_F32;
+        }
+    }
+}
+
+// Raises the references where this step's scores or scales are above them.
+template <int D, int SETS>
+__device__ __forceinline__ void raise(WarpState<D, SETS>& state, const WarpTables<D, SETS>& tables,
+                                      const float (&scores)[SETS][4], int32_t key) {
+    const int lane = threadIdx.x % WARP_LANES, g = lane / 4, t = lane % 4;
+    int32_t least = 100;
+#pragma unroll
+    for (int s = 0; s < SETS; s++) {
+        float high = NO_PIVOT, scale = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 4; i++) high = fmaxf(high, scores[s][i]);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int at = i / 2 * 8 + 2 * t + i % 2;
+            if (key + at < tables.start[s][g] || key + at >= tables.end[s][g]) continue;
+#pragma unroll
+            for (int b = 0; b < D / 32; b++) {
+                const float d = fabsf(tables.v_scale[b][at]);
+                scale = d < INF_F32 ? fmaxf(scale, d) : scale;
+            }
+        }
+        high = fmaxf(high, __shfl_xor_sync(FULL_MASK, high, 1));
+        high = fmaxf(high, __shfl_xor_sync(FULL_MASK, high, 2));
+        scale = fmaxf(scale, __shfl_xor_sync(FULL_MASK, scale, 1));
+        scale = fmaxf(scale, __shfl_xor_sync(FULL_MASK, scale, 2));
+        const float pivot = fmaxf(state.pivot[s], ceilf(fminf(high, 1e8f)));
+        int32_t top = int32_t(__float_as_uint(scale) >> 23) - 126;
+        top = top > state.top[s] ? top : state.top[s];
+        const int32_t down = int32_t(fmaxf(state.pivot[s] - pivot, -1000.0f));
+        const int32_t down_sums = down + state.top[s] - top;
+        state.pivot[s] = pivot, state.top[s] = top;
+        least = top < least ? top : least;
+        const float shrink_own = power_of_two(down_sums);
+        const float shrink0 = power_of_two(__shfl_sync(FULL_MASK, down_sums, 8 * t));
+        const float shrink1 = power_of_two(__shfl_sync(FULL_MASK, down_sums, 8 * t + 4));
+        state.weight[s] = state.weight[s] * power_of_two(down);
+#pragma unroll
+        for (int b = 0; b < D / 32; b++) {
+            state.minima[s][b] = state.minima[s][b] * shrink_own;
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                state.sums[s][b][i / 4][i % 4] *= i % 2 ? shrink1 : shrink0;
+        }
+    }
+#pragma unroll
+    for (int offset = 4; offset < WARP_LANES; offset *= 2) {
+        const int32_t other = __shfl_xor_sync(FULL_MASK, least, offset);
+        least = other < least ? other : least;
+    }
+    state.least_top = least;
+}
+
+// Codes of V as pairs of subnormal f16, for the keys 2t and 2t + 1 of a tile: channels 2h, 2h + 16
+// (tile 0 of the tensor cores, in units of 1 and 16) and 2h + 1, 2h + 17 (tile 1; 2 and 32).
+__device__ __forceinline__ void unpack_codes(uint32_t nibbles, uint32_t low, uint32_t high,
+                                             uint32_t& c0, uint32_t& c16, uint32_t& c1,
+                                             uint32_t& c17) {
+    const uint32_t odd = nibbles >> 7;
+    c0 = (nibbles & 0x000F000Fu) | (low & 0x00100010u);
+    c16 = (nibbles & 0x00F000F0u) | (high & 0x01000100u);
+    c1 = (odd & 0x001E001Eu) | (low & 0x00200020u);
+    c17 = (odd & 0x01E001E0u) | (high & 0x02000200u);
+}
+
+// Which half-word of the codes of a block lane group g holds: a pair of V blocks is three pieces of
+// 16 bytes, and the codes of the first block straddle two of them.
+__device__ __forceinline__ int half_word(int block, int g) { return block % 2 ? g : g ^ 4; }
+
+template <int D, int SETS>
+__device__ __forceinline__ void step(WarpState<D, SETS>& state, WarpTables<D, SETS>& tables,
+                                     const uint8_t* k, int pitch_k, const uint8_t* v, int pitch_v,
+                                     int32_t key, float softcap) {
+    const int lane = threadIdx.x % WARP_LANES, g = lane / 4, t = lane % 4;
+    __syncwarp();  // the tables are free
+    const int4 keys = tables.keys;
+    const bool shared_keys = key >= keys.z && key + STEP <= keys.w;
+    bool wild;
+    const int32_t scale_field =
+        fill_tables<D, SETS>(tables, k, pitch_k, v, pitch_v, keys.x - key, keys.y - key, wild);
+    __syncwarp();
+
+    float p[SETS][4];
+#pragma unroll
+    for (int s = 0; s < SETS; s++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) p[s][i] = 0.0f;
+    score_block<D, SETS, 0>(state, tables, k, pitch_k, p);
+#pragma unroll
+    for (int s = 0; s < SETS; s++) {
+        const float factor = tables.factor[s][g];
+#pragma unroll
+        for (int i = 0; i < 4; i++) p[s][i] = p[s][i] * factor;
+    }
+    if (softcap > 0.0f) cap_scores(p, softcap);
+    if (!shared_keys) mask_scores(p, tables, key);
+    bool above = wild || scale_field - 14 > state.least_top;
+#pragma unroll
+    for (int s = 0; s < SETS; s++)
+        above = above || fmaxf(fmaxf(p[s][0], p[s][1]), fmaxf(p[s][2], p[s][3])) > state.pivot[s];
+    bool guarded = false;
+    if (__any_sync(FULL_MASK, above)) {
+        raise<D, SETS>(state, tables, p, key);
+        guarded = __any_sync(FULL_MASK, wild);
+    }
+#pragma unroll
+    for (int s = 0; s < SETS; s++) {
+        const float lift = power_of_two(14 - state.top[s]);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            p[s][i] = exp2_fast(p[s][i] - state.pivot[s]);
+            state.weight[s] = state.weight[s] + p[s][i];
+            p[s][i] = p[s][i] * lift;
+        }
+    }
+
+#pragma unroll
+    for (int pair = 0; pair < D / 64; pair++) {
+        uint32_t outer[4], inner[2];  // [2 * piece + tile] of the pieces 0 and 1; [tile] of piece 2
+        load_across_x4(outer, v + pair * 48, pitch_v, 8 * pitch_v, 16);
+        load_across_x2(inner, v + pair * 48 + 32, pitch_v, 8 * pitch_v);
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const int b = 2 * pair + j;
+            const int h = half_word(j, g);
+            uint32_t codes[2][4];
+            float2 scale[2], minimum[2];
+#pragma unroll
+            for (int tile = 0; tile < 2; tile++) {
+                const int at = 8 * tile + 2 * t;
+                scale[tile] = *reinterpret_cast<const float2*>(&tables.v_scale[b][at]);
+                minimum[tile] = *reinterpret_cast<const float2*>(&tables.v_minimum[b][at]);
+                const uint2 fifth = *reinterpret_cast<const uint2*>(tables.fifth[b][tile][t]);
+                const uint32_t nibbles =
+                    j ? inner[tile] : g < 4 ? outer[2 + tile] : outer[tile];
+                unpack_codes(nibbles, __funnelshift_r(fifth.x, fifth.x, 2 * h - 4),
+                             __funnelshift_r(fifth.y, fifth.y, 2 * h - 8), codes[0][2 * tile],
+                             codes[0][2 * tile + 1], codes[1][2 * tile], codes[1][2 * tile + 1]);
+            }
+#pragma unroll
+            for (int s = 0; s < SETS; s++) {
+                float d[4] = {scale[0].x, scale[0].y, scale[1].x, scale[1].y};
+                float m[4] = {minimum[0].x, minimum[0].y, minimum[1].x, minimum[1].y};
+                if (guarded) {  // what is not finite stays with the rows that see it
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        const int32_t at = key + i / 2 * 8 + 2 * t + i % 2;
+                        const bool seen = at >= tables.start[s][g] && at < tables.end[s][g];
+                        const bool finite = fabsf(d[i]) < INF_F32 && fabsf(m[i]) < INF_F32;
+                        d[i] = !seen ? 0.0f : finite ? d[i] : NAN_F32;
+                        m[i] = seen && finite ? m[i] : 0.0f;
+                    }
+                }
+                float x[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    x[i] = p[s][i] * d[i];
+                    state.minima[s][b] = fmaf(p[s][i], m[i], state.minima[s][b]);
+                }
+                uint32_t coarse[2], fine[2];
+                split_pair(x[0], x[1], coarse[0], fine[0]);
+                split_pair(x[2], x[3], coarse[1], fine[1]);
+#pragma unroll
+                for (int tile = 0; tile < 2; tile++) {
+                    float* sums = state.sums[s][b][tile];
+                    mma_m16n8k16_f16(sums, codes[tile], coarse, sums);
+                    mma_m16n8k16_f16(sums, codes[tile], fine, sums);
+                }
+            }
+        }
+    }
+}
