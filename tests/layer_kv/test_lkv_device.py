@@ -8,8 +8,8 @@ from lkv_data import MODES, fill, gen, poisoned, same_bits
 
 from memra_lowlevel.compile import DEFAULT_ARCHS
 from memra_lowlevel.errors import ArgumentError, CapacityExceeded, KvStateError
-from memra_lowlevel.kernels import layer_kv as launches
 from memra_lowlevel.kernels import counters, registry
+from memra_lowlevel.kernels import layer_kv as launches
 from memra_lowlevel.layer_kv import (
     BoundedRope,
     BoundedWeights,
