@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from memra_lowlevel import Device, LaunchConfig, formats, launch
 from memra_lowlevel.cache import KvLayer, KvRing, RecurLayer, Recurrent, swa_retain_from
-from memra_lowlevel.kernels import registry
+from memra_lowlevel.kernels import kv_attend, registry
 from memra_lowlevel.runtime import Stream
 
 PAIRS = [
@@ -50,6 +50,7 @@ def planes(device: Device, stream: Stream) -> None:
             layer.attend(stream, q, out)
             layer.attend(stream, q, out, window=40, sinks=random(device, stream, 8), softcap=30.0)
             stream.sync()
+    tensor_cores(device, stream)
     ring = KvRing(640, 32)
     with closing(KvLayer.allocate(device, 4096, 2, 64, window=32, ring=ring, check=False)) as layer:
         q, out = random(device, stream, 1, 8, 64), device.empty((1, 8, 64), np.float32, stream)
@@ -73,6 +74,21 @@ def model(device: Device, name: str) -> None:
     demo.add_arguments(parser)
     if demo.run(parser.parse_args(words)):
         raise SystemExit(f"small_run: the demo of {name} failed")
+
+
+def tensor_cores(device: Device, stream: Stream) -> None:
+    """Attend by the kernel that has to be asked for."""
+    with closing(KvLayer.allocate(device, 300, 4, 64, check=False)) as layer:
+        rows = random(device, stream, 70, 256)
+        layer.append(stream, rows, rows)
+        q, out = random(device, stream, 2, 8, 64), device.empty((2, 8, 64), np.float32, stream)
+        size = kv_attend.workspace_bytes(device, 2, 8, 64, 300, kernel="mma")
+        kv_attend.attend(
+            stream, q, layer.k, layer.v, out, len_d=layer.len_d, k_format=layer.k_format,
+            v_format=layer.v_format, rows=300, n_kv_heads=4, head_dim=64, counted=False,
+            workspace=device.empty((size // 4,), np.float32, stream), kernel="mma",
+        )  # fmt: skip
+        stream.sync()
 
 
 def convolution(device: Device, stream: Stream) -> None:

@@ -1,4 +1,4 @@
-// Split-KV decode attention with tensor cores over K q8_0 and V q5_1, in class `exact`.
+// Split-KV decode attention with tensor cores over K q8_0 and V q5_1, in class `f16x2`.
 //
 // A warp owns one kv head and up to 8 * SETS queries (a query = one row of one query head of the
 // group), in steps of 16 keys (common/attend_step.cuh); a thread block owns a range of keys and some
@@ -176,6 +176,20 @@ __global__ void __launch_bounds__(256, D * SETS <= 128 ? 2 : 1)
         return all_queries == uint32_t(group) ? 0u : query / uint32_t(group);
     };
 
+    const int head = warps_per_head == 1 ? warp : int(uint32_t(warp) / uint32_t(warps_per_head));
+    const int kv_head = int(blockIdx.y) * heads_per_block + head;
+    const uint32_t own_query = (warp - head * warps_per_head) * (SETS * SET);  // within the block
+    RawQuery<D> raw[SETS];
+    uint32_t rows[SETS];  // of this lane's queries; surplus lanes repeat the last one
+#pragma unroll
+    for (int s = 0; s < SETS; s++) {
+        uint32_t query = own_query + s * SET + lane / 4;
+        query = first_query + (query < n_queries ? query : n_queries - 1);
+        rows[s] = row_of(query);
+        raw[s].load(q + (size_t(first_row + rows[s]) * n_heads + kv_head * group + query -
+                         rows[s] * group) * D);
+    }
+
     // Keys that some query sees, keys that all see, and this block's share of the chunks. The ranges
     // ascend with the row.
     const Plane plane(k_plane, v_plane, len_d, base_d, table, first_row, window, counted, capacity);
@@ -185,25 +199,27 @@ __global__ void __launch_bounds__(256, D * SETS <= 128 ? 2 : 1)
     int32_t first_key = 0, last_key = 0;
     if (key_end > key_start) {
         const uint32_t first = part_of(key_start), n = part_of(key_end - 1) + 1 - first;
-        const uint32_t n_shares = n < gridDim.x ? n : gridDim.x, share = blockIdx.x;
-        if (share < n_shares) {
+        const uint32_t share = blockIdx.x;
+        if (n <= gridDim.x) {  // a chunk for each
+            if (share < n) {
+                first_key = part_begin(first + share);
+                last_key = part_begin(first + share + 1);
+            }
+        } else {  // the chunks that begin in an equal share of the keys
             const uint32_t span = key_end - key_start;
-            const uint32_t each = span / n_shares, more = span - each * n_shares;
+            const uint32_t each = span / gridDim.x, more = span - each * gridDim.x;
             const int32_t from = key_start + int32_t(each * share + (share < more ? share : more));
             const int32_t to = from + int32_t(each + (share < more ? 1 : 0));
             first_key = share == 0 ? key_start : part_begin(part_of(from - 1) + 1);
-            first_key = first_key > key_start ? first_key : key_start;
             last_key = part_begin(part_of(to - 1) + 1);
-            last_key = last_key < key_end ? last_key : key_end;
         }
+        first_key = first_key > key_start ? first_key : key_start;
+        last_key = last_key < key_end ? last_key : key_end;
     }
     const int32_t stage_zero = first_key / STEP * STEP;
     const int32_t step_end = last_key > first_key ? (last_key + STEP - 1) / STEP * STEP : stage_zero;
 
     const int32_t row_k = n_kv_heads * K_HEAD, row_v = n_kv_heads * V_HEAD;
-    const int head = warps_per_head == 1 ? warp : int(uint32_t(warp) / uint32_t(warps_per_head));
-    const int kv_head = int(blockIdx.y) * heads_per_block + head;
-    const uint32_t own_query = (warp - head * warps_per_head) * (SETS * SET);  // within the block
     WarpTables<D, SETS>& own = tables[warp];
     if (lane == 0) {
         own.keys = make_int4(first_key, last_key, last_keys.x, top_keys.y);
@@ -274,17 +290,12 @@ __global__ void __launch_bounds__(256, D * SETS <= 128 ? 2 : 1)
     if (stage_zero < step_end) {
 #pragma unroll
         for (int s = 0; s < SETS; s++) {
-            uint32_t query = own_query + s * SET + lane / 4;  // surplus lanes repeat the last one
-            query = first_query + (query < n_queries ? query : n_queries - 1);
-            const uint32_t row = row_of(query);
-            const int2 keys = plane.seen(row);
+            const int2 keys = plane.seen(rows[s]);
             if (lane % 4 == 0) {
                 own.start[s][lane / 4] = keys.x;
                 own.end[s][lane / 4] = keys.y;
             }
-            const size_t at =
-                (size_t(first_row + row) * n_heads + kv_head * group + query - row * group) * D;
-            load_query<D, SETS>(state, own, s, q + at, scale, softcap);
+            prepare_query<D, SETS>(state, own, s, raw[s], scale, softcap);
         }
         begin_part(state);
     }
@@ -337,8 +348,10 @@ __global__ void __launch_bounds__(256)
                        const int32_t* NULLABLE len_d, const int32_t* NULLABLE base_d,
                        const uint64_t* NULLABLE table, int32_t n_slots) {
     constexpr int QUADS = 8, SPLITS = 32;  // chunk c belongs to split c % 32
-    __shared__ float sums[SPLITS][4 * QUADS + 1];
-    __shared__ float pivots[SPLITS], weights[SPLITS];
+    constexpr int WARPS = 8;
+    __shared__ float4 rows[WARPS][QUADS];
+    __shared__ float pivots[WARPS], weights[WARPS];
+    float(*const sums)[4 * QUADS] = reinterpret_cast<float(*)[4 * QUADS]>(rows);
     admit_successor();
     await_predecessor();
     const int thread = threadIdx.x, quad = thread % QUADS, split = thread / QUADS;
@@ -358,35 +371,58 @@ __global__ void __launch_bounds__(256)
 
     float pivot = NO_PIVOT, weight = 0.0f;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 8
-    for (int32_t c = first + (split - first % SPLITS + SPLITS) % SPLITS; c < last; c += SPLITS) {
-        const float2 mark = *reinterpret_cast<const float2*>(marks + size_t(c - slot_zero) * 2);
-        const float4 value = *reinterpret_cast<const float4*>(values + size_t(c - slot_zero) * D);
-        if (mark.y != 0.0f) {  // else the row sees no key of this chunk
-            const float high = fmaxf(pivot, mark.x);
-            const float old = power_of_two(int32_t(fmaxf(pivot - high, -1000.0f)));
-            const float add = power_of_two(int32_t(fmaxf(mark.x - high, -1000.0f)));
-            sum.x = fmaf(value.x, add, sum.x * old), sum.y = fmaf(value.y, add, sum.y * old);
-            sum.z = fmaf(value.z, add, sum.z * old), sum.w = fmaf(value.w, add, sum.w * old);
-            weight = fmaf(mark.y, add, weight * old);
+    constexpr int BATCH = 8;  // chunks that are asked for at once
+    int32_t c = first + (split - first % SPLITS + SPLITS) % SPLITS - slot_zero;
+    for (; c < last - slot_zero; c += BATCH * SPLITS) {
+        float2 mark[BATCH];
+        float4 value[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            const int32_t slot = c + i * SPLITS;
+            const bool there = slot < last - slot_zero;
+            mark[i] = make_float2(NO_PIVOT, 0.0f), value[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (there) mark[i] = *reinterpret_cast<const float2*>(marks + size_t(slot) * 2);
+            if (there) value[i] = *reinterpret_cast<const float4*>(values + size_t(slot) * D);
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            if (mark[i].y == 0.0f) continue;  // the row sees no key of this chunk
+            const float high = fmaxf(pivot, mark[i].x);
+            const float old = exp2_whole(pivot - high), add = exp2_whole(mark[i].x - high);
+            sum.x = fmaf(value[i].x, add, sum.x * old), sum.y = fmaf(value[i].y, add, sum.y * old);
+            sum.z = fmaf(value[i].z, add, sum.z * old), sum.w = fmaf(value[i].w, add, sum.w * old);
+            weight = fmaf(mark[i].y, add, weight * old);
             pivot = high;
         }
     }
-    float* to = sums[split] + quad * 4;
-    to[0] = sum.x, to[1] = sum.y, to[2] = sum.z, to[3] = sum.w;
-    if (quad == 0) pivots[split] = pivot, weights[split] = weight;
-    __syncthreads();
-    if (thread < 32) {
-        const float sink = sinks != nullptr ? sinks[head] * LOG2_E : -INF_F32;
-        float high = fmaxf(NO_PIVOT, ceilf(sink));
+    // The four splits of a warp, then the eight warps.
+    float high = fmaxf(pivot, __shfl_xor_sync(FULL_MASK, pivot, 8));
+    high = fmaxf(high, __shfl_xor_sync(FULL_MASK, high, 16));
+    const float by = exp2_whole(pivot - high);
+    float part[5] = {sum.x * by, sum.y * by, sum.z * by, sum.w * by, weight * by};
 #pragma unroll
-        for (int s = 0; s < SPLITS; s++) high = fmaxf(high, pivots[s]);
+    for (int i = 0; i < 5; i++) {
+        part[i] = part[i] + __shfl_xor_sync(FULL_MASK, part[i], 8);
+        part[i] = part[i] + __shfl_xor_sync(FULL_MASK, part[i], 16);
+    }
+    const int warp = thread / WARP_LANES;
+    if (thread % WARP_LANES < QUADS) {
+        *reinterpret_cast<float4*>(sums[warp] + quad * 4) =
+            make_float4(part[0], part[1], part[2], part[3]);
+        if (quad == 0) pivots[warp] = high, weights[warp] = part[4];
+    }
+    __syncthreads();
+    if (thread < WARP_LANES) {
+        const float sink = sinks != nullptr ? sinks[head] * LOG2_E : -INF_F32;
+        high = fmaxf(NO_PIVOT, ceilf(sink));
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) high = fmaxf(high, pivots[w]);
         float joined = 0.0f, total = 0.0f;
 #pragma unroll
-        for (int s = 0; s < SPLITS; s++) {
-            const float by = power_of_two(int32_t(fmaxf(pivots[s] - high, -1000.0f)));
-            joined = fmaf(sums[s][thread], by, joined);
-            total = fmaf(weights[s], by, total);
+        for (int w = 0; w < WARPS; w++) {
+            const float times = exp2_whole(pivots[w] - high);
+            joined = fmaf(sums[w][thread], times, joined);
+            total = fmaf(weights[w], times, total);
         }
         const bool empty = total == 0.0f;
         if (sinks != nullptr) total = total + exp2_fast(sink - high);

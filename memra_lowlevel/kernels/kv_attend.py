@@ -155,8 +155,8 @@ def attend(
     table : Buffer, optional
         u64 ``[n, 5]``: planes and counters of each row's sequence, as in ``kv_append.append``.
     kernel : str, optional
-        ``"mma"`` or ``"simt"``; default what :func:`choose` says. Of one class, but not bit for bit
-        the same: keep to one kernel over a plane.
+        ``"mma"`` (tensor cores, class ``f16x2``) or ``"simt"`` (class ``exact``, the default). Not
+        bit for bit the same: keep to one kernel over a plane.
     programmatic : bool
         Start while the predecessor, a kernel of the stream, still runs, where kernel and device
         can; see :mod:`~memra_lowlevel.kernels.model`.
@@ -268,8 +268,8 @@ def choose(
 ) -> Choice:
     """Say which kernel :func:`attend` takes.
 
-    It depends on the device and the planes, not on a launch, so that all launches over a plane
-    agree bit for bit. Both kernels are of class ``exact``.
+    The general kernel, unless the one on tensor cores is asked for: that is of class ``f16x2``,
+    less exact than ``exact``, and a class is never changed behind the caller's back.
 
     Raises
     ------
@@ -292,9 +292,7 @@ def choose(
         return Choice("mma", "asked for")
     if refusal is not None:
         return Choice("simt", f"the tensor-core kernel does not do {refusal}")
-    if device.kind == "host":
-        return Choice("simt", "the host device emulates tensor cores, which is slow")
-    return Choice("mma", f"K {k_format}, V {v_format}, head_dim {head_dim} on {device.arch}")
+    return Choice("simt", "class exact; kernel='mma' is of class f16x2")
 
 
 def prepare(
@@ -314,9 +312,6 @@ def prepare(
     wanted = {queries_at_once(n * group, widest) for n in (1, max_rows)}
     for queries in sorted(wanted):
         _kernels(device, k_format, v_format, head_dim, head_dim_v, queries)
-    kinder = choose(device, k_format, v_format, head_dim, head_dim_v, n_kv_heads=4)
-    if kinder.kernel == "mma":  # for some number of kv heads
-        kv_attend_mma.prepare(device, head_dim, n_queries=max_rows * group)
 
 
 def check_supported(
@@ -374,7 +369,7 @@ def workspace_bytes(
         As for :func:`attend`; default enough for any that it may choose on this device.
     """
     slots = n_slots(rows, n_rows, _window(window), ring)
-    if kernel == "mma" or (kernel is None and device.kind != "host"):
+    if kernel == "mma":
         slots = max(slots, kv_attend_mma.n_slots(rows, n_rows, _window(window), ring))
     return n_rows * n_heads * slots * (head_dim_v + 2) * 4
 

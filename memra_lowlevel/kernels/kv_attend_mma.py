@@ -1,4 +1,4 @@
-"""Decode attention on tensor cores (``cuda_src/kv/attend_mma.cu``), class ``exact``.
+"""Decode attention on tensor cores (``cuda_src/kv/attend_mma.cu``), class ``f16x2``.
 
 For K q8_0 with V q5_1, head sizes 64, 128 and 256, rows of a multiple of 16 bytes, from sm_80 on.
 :mod:`.kv_attend` decides between this kernel and the general one and checks the arguments.
@@ -54,9 +54,10 @@ registry.register(
         ),
         oracle="memra_lowlevel.reference.attend:attend",
         tolerance=Tolerance(
-            "relative", 1e-5,
+            "relative", 5e-5,
             "q and p * scale as two f16 (22 bits), products summed in f32 by the tensor cores, "
-            "which truncate; at most some 100,000 keys, against float64 over the decoded cache",
+            "which truncate: up to 1.9e-5 on an H200 at 8,320 keys, against float64 over the "
+            "decoded cache",
         ),
         edges=(
             "no key", "one key", "step, stage and chunk edges", "masked row", "window", "ring base",
@@ -64,6 +65,7 @@ registry.register(
             "sinks", "softcap", "capacity", "table of sequences", "scales from 2^-24 to 2^15",
         ),
         hot=True,
+        numeric_class="f16x2",
         pdl="waits",
     ),
     KernelSpec(
@@ -72,9 +74,10 @@ registry.register(
         entry="attend_mma_combine<{head_dim}>",
         instances=tuple({"head_dim": d} for d in HEAD_DIMS),
         oracle="memra_lowlevel.reference.attend:attend",
-        tolerance=Tolerance("relative", 1e-5, "as attend_mma"),
+        tolerance=Tolerance("relative", 5e-5, "as attend_mma"),
         edges=("no chunk", "one chunk", "workspace too small", "sinks", "log-sum-exp"),
         hot=True,
+        numeric_class="f16x2",
         pdl="waits",
     ),
 )  # fmt: skip

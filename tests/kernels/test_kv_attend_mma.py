@@ -314,7 +314,7 @@ def test_the_choice_says_what_and_why(device):
         return kv_attend.choose(device, *args, **options)
 
     free = choose(Q8_0, Q5_1, 128, n_kv_heads=8)
-    assert free.kernel == ("simt" if device.kind == "host" else "mma") and free.reason
+    assert free.kernel == "simt" and "exact" in free.reason  # a class is never changed unasked
     assert choose(Q8_0, Q5_1, 128, n_kv_heads=8, kernel="mma").kernel == "mma"
     assert choose(Q8_0, Q5_1, 128, n_kv_heads=8, kernel="simt").kernel == "simt"
     for args, heads, why in (
