@@ -29,18 +29,19 @@ GROUPS = {
     "latent": "latent:measure_latent",
     "model": "model:measure_model",
     "round": "model:measure_round",
+    "layer_kv": "layer_kv:measure_layer_kv",
     "compile": "compiling:measure_compile",
 }
 """Group to ``module:function``; each function takes the :class:`~.run.Run`."""
 
-_DEFAULT = [name for name in GROUPS if name != "compile"]
+_DEFAULT = [name for name in GROUPS if name not in ("layer_kv", "compile")]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument(
         "groups", nargs="*", metavar="GROUP",
-        help=f"any of {', '.join(GROUPS)} (default: all but compile)",
+        help=f"any of {', '.join(GROUPS)} (default: all but layer_kv, compile)",
     )  # fmt: skip
     parser.add_argument("--device", help="cuda:0, host … (default: cuda:0 where there is one)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a result file")
