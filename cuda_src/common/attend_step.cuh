@@ -62,20 +62,29 @@ struct WarpState {
     int32_t least_top;
 };
 
+// What a lane needs of a query: of each block its channels 8t to 8t + 7.
+template <int D>
+struct RawQuery {
+    float4 x[D / 32][2];
+    __device__ __forceinline__ void load(const float* row) {
+        const int t = threadIdx.x % 4;
+#pragma unroll
+        for (int i = 0; i < D / 16; i++)
+            x[i / 2][i % 2] = *reinterpret_cast<const float4*>(row + 32 * (i / 2) + 8 * t + i % 2 * 4);
+    }
+};
+
 template <int D, int SETS>
-__device__ __forceinline__ void load_query(WarpState<D, SETS>& state,
-                                           WarpTables<D, SETS>& tables, int set, const float* row,
-                                           float scale, float softcap) {
+__device__ __forceinline__ void prepare_query(WarpState<D, SETS>& state,
+                                              WarpTables<D, SETS>& tables, int set,
+                                              const RawQuery<D>& raw, float scale, float softcap) {
     constexpr int BLOCKS = D / 32;
     const int lane = threadIdx.x % WARP_LANES, t = lane % 4;
     float most = 0.0f;
 #pragma unroll
-    for (int b = 0; b < BLOCKS; b++) {
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const float4 x = *reinterpret_cast<const float4*>(row + 32 * b + 8 * t + 4 * i);
-            most = fmaxf(fmaxf(most, fmaxf(fabsf(x.x), fabsf(x.y))), fmaxf(fabsf(x.z), fabsf(x.w)));
-        }
+    for (int i = 0; i < 2 * BLOCKS; i++) {
+        const float4 x = raw.x[i / 2][i % 2];
+        most = fmaxf(fmaxf(most, fmaxf(fabsf(x.x), fabsf(x.y))), fmaxf(fabsf(x.z), fabsf(x.w)));
     }
     most = fmaxf(most, __shfl_xor_sync(FULL_MASK, most, 1));
     most = fmaxf(most, __shfl_xor_sync(FULL_MASK, most, 2));
@@ -87,7 +96,7 @@ __device__ __forceinline__ void load_query(WarpState<D, SETS>& state,
         float total = 0.0f;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const float4 x = *reinterpret_cast<const float4*>(row + 32 * b + 8 * t + 4 * i);
+            const float4 x = raw.x[b][i];
             const float y[4] = {x.x * lift, x.y * lift, x.z * lift, x.w * lift};
             uint32_t a[4];
             split_pair(y[0], y[2], a[0], a[1]);

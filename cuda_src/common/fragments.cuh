@@ -9,6 +9,11 @@ __device__ __forceinline__ float power_of_two(int32_t n) {
     return n < -126 ? 0.0f : __int_as_float((n + 127) << 23);
 }
 
+// 2^x for x <= 0 and whole, however small.
+__device__ __forceinline__ float exp2_whole(float x) {
+    return power_of_two(int32_t(fmaxf(x, -1000.0f)));
+}
+
 // 2^x, within 2 ulp; a result below the normal range is 0 on a GPU.
 __device__ __forceinline__ float exp2_fast(float x) {
 #if MEMRA_CUDA
