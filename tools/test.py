@@ -1,7 +1,7 @@
 """The whole check: lint, types, and the test suite with its own rules.
 
 ``python tools/test.py`` runs everything; with arguments they go to pytest and only pytest runs.
-Beyond green tests it demands that nothing but tests marked ``gpu`` was skipped, that at least
+Beyond green tests it demands that nothing but tests marked ``gpu`` was skipped and that at least
 ``tests/minimum.txt`` tests ran. It names tests over 20 s that ``docs/testing.md`` does not list.
 """
 
