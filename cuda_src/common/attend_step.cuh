@@ -4,7 +4,7 @@
 //          f16 (code + 128, the offset taken back in the accumulator's start), one sum per block of
 //          32 channels, times the block's scale;
 //   P V    f16 products of p * scale as two f16 and the codes of V, exact as subnormal f16; the sum
-//          of p * minimum beside them.
+//          of p * (minimum + 16 * scale) beside them.
 //
 // p and p * scale are held against powers of two, so that a change of the reference is exact. A
 // masked key weighs exactly 0, and no lane's sum depends on another query.
@@ -26,7 +26,7 @@ struct WarpTables {
     static constexpr int BLOCKS = D / 32;
     float k_scale[BLOCKS][STEP];
     float v_scale[BLOCKS][STEP];
-    float v_minimum[BLOCKS][STEP];
+    float v_middle[BLOCKS][STEP];
     // Fifth bits of V: [block][tile of 8 keys][pair of keys][half of the channels][key]
     uint16_t fifth[BLOCKS][2][4][2][2];
     float bias[SETS][D / 32][SET];
@@ -155,7 +155,8 @@ __device__ __forceinline__ int32_t fill_tables(WarpTables<D, SETS>& tables, cons
         const uint32_t scale = seen ? head.x & 0xFFFFu : 0u, minimum = seen ? head.x >> 16 : 0u;
         tables.k_scale[b][key] = f16_to_f32(k_scale);
         tables.v_scale[b][key] = f16_to_f32(uint16_t(scale));
-        tables.v_minimum[b][key] = f16_to_f32(uint16_t(minimum));
+        tables.v_middle[b][key] =
+            fmaf(16.0f, f16_to_f32(uint16_t(scale)), f16_to_f32(uint16_t(minimum)));
         tables.fifth[b][key / 8][key % 8 / 2][0][key % 2] = uint16_t(head.y);
         tables.fifth[b][key / 8][key % 8 / 2][1][key % 2] = uint16_t(head.y >> 16);
         most = most > (scale & 0x7FFFu) ? most : scale & 0x7FFFu;
@@ -318,16 +319,18 @@ __device__ __forceinline__ void raise(WarpState<D, SETS>& state, const WarpTable
     state.least_top = least;
 }
 
-// Codes of V as pairs of subnormal f16, for the keys 2t and 2t + 1 of a tile: channels 2h, 2h + 16
-// (tile 0 of the tensor cores, in units of 1 and 16) and 2h + 1, 2h + 17 (tile 1; 2 and 32).
+// Codes of V less 16 as pairs of subnormal f16, for the keys 2t and 2t + 1 of a tile: channels 2h and
+// 2h + 16 (tile 0 of the tensor cores, in units of 1 and 16), 2h + 1 and 2h + 17 (tile 1; 2 and 32).
+// Without the 16 the sums would be large and cancel against those of the minima, and with them what
+// the tensor cores cut off when they add.
 __device__ __forceinline__ void unpack_codes(uint32_t nibbles, uint32_t low, uint32_t high,
                                              uint32_t& c0, uint32_t& c16, uint32_t& c1,
                                              uint32_t& c17) {
     const uint32_t odd = nibbles >> 7;
-    c0 = (nibbles & 0x000F000Fu) | (low & 0x00100010u);
-    c16 = (nibbles & 0x00F000F0u) | (high & 0x01000100u);
-    c1 = (odd & 0x001E001Eu) | (low & 0x00200020u);
-    c17 = (odd & 0x01E001E0u) | (high & 0x02000200u);
+    c0 = subtract_halves((nibbles & 0x000F000Fu) | (low & 0x00100010u), 0x00100010u);
+    c16 = subtract_halves((nibbles & 0x00F000F0u) | (high & 0x01000100u), 0x01000100u);
+    c1 = subtract_halves((odd & 0x001E001Eu) | (low & 0x00200020u), 0x00200020u);
+    c17 = subtract_halves((odd & 0x01E001E0u) | (high & 0x02000200u), 0x02000200u);
 }
 
 // Which half-word of the codes of a block lane group g holds: a pair of V blocks is three pieces of
@@ -396,7 +399,7 @@ __device__ __forceinline__ void step(WarpState<D, SETS>& state, WarpTables<D, SE
             for (int tile = 0; tile < 2; tile++) {
                 const int at = 8 * tile + 2 * t;
                 scale[tile] = *reinterpret_cast<const float2*>(&tables.v_scale[b][at]);
-                minimum[tile] = *reinterpret_cast<const float2*>(&tables.v_minimum[b][at]);
+                minimum[tile] = *reinterpret_cast<const float2*>(&tables.v_middle[b][at]);
                 const uint2 fifth = *reinterpret_cast<const uint2*>(tables.fifth[b][tile][t]);
                 const uint32_t nibbles =
                     j ? inner[tile] : g < 4 ? outer[2 + tile] : outer[tile];

@@ -155,8 +155,8 @@ def attend(
     table : Buffer, optional
         u64 ``[n, 5]``: planes and counters of each row's sequence, as in ``kv_append.append``.
     kernel : str, optional
-        ``"mma"`` (tensor cores, class ``f16x2``) or ``"simt"`` (class ``exact``, the default). Not
-        bit for bit the same: keep to one kernel over a plane.
+        ``"mma"`` (tensor cores) or ``"simt"`` (the default). Of one class, but not bit for bit the
+        same: keep to one kernel over a plane.
     programmatic : bool
         Start while the predecessor, a kernel of the stream, still runs, where kernel and device
         can; see :mod:`~memra_lowlevel.kernels.model`.
@@ -268,8 +268,8 @@ def choose(
 ) -> Choice:
     """Say which kernel :func:`attend` takes.
 
-    The general kernel, unless the one on tensor cores is asked for: that is of class ``f16x2``,
-    less exact than ``exact``, and a class is never changed behind the caller's back.
+    It depends on the device and the planes, not on a launch, so that all launches over a plane
+    agree bit for bit. Both kernels are of class ``exact``.
 
     Raises
     ------
@@ -292,7 +292,7 @@ def choose(
         return Choice("mma", "asked for")
     if refusal is not None:
         return Choice("simt", f"the tensor-core kernel does not do {refusal}")
-    return Choice("simt", "class exact; kernel='mma' is of class f16x2")
+    return Choice("simt", "the default; kernel='mma' asks for tensor cores")
 
 
 def prepare(
