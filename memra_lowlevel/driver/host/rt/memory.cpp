@@ -23,6 +23,7 @@ std::map<uintptr_t, size_t> holes;             // free address ranges
 size_t graveyard_bytes = 0;
 uint64_t next_serial = 1;
 size_t live_bytes = 0;
+size_t guard_bytes = PAGE;  // behind each allocation; wide, so that a stray index finds no neighbour
 
 constexpr size_t GRAVEYARD_BYTES = size_t(1) << 30;
 constexpr size_t GRAVEYARD_ENTRIES = 1024;
@@ -34,6 +35,7 @@ bool reserve() {
     if (at == MAP_FAILED) continue;
     arena_begin = reinterpret_cast<uintptr_t>(at);
     arena_bytes = n;
+    guard_bytes = n >> 16 > PAGE ? n >> 16 : PAGE;
     holes[arena_begin + PAGE] = n - PAGE;
     return true;
   }
@@ -124,14 +126,14 @@ MEMRA_EXPORT uint64_t memra_alloc(uint64_t n_bytes, uint64_t alignment) {
   if (!reserve() || alignment > PAGE || n_bytes > arena_bytes) return 0;
   const size_t room = (n_bytes + alignment - 1) & ~(alignment - 1);
   const size_t data = room ? (room + PAGE - 1) & ~(PAGE - 1) : PAGE;
-  uintptr_t begin = take(data + PAGE);
+  uintptr_t begin = take(data + guard_bytes);
   while (!begin && !graveyard.empty()) {
     bury_oldest();
-    begin = take(data + PAGE);
+    begin = take(data + guard_bytes);
   }
   if (!begin) return 0;
   if (mprotect(reinterpret_cast<void*>(begin), data, PROT_READ | PROT_WRITE)) {
-    give_back(begin, data + PAGE);
+    give_back(begin, data + guard_bytes);
     return 0;
   }
   memset(reinterpret_cast<void*>(begin), POISON, data);
@@ -139,11 +141,11 @@ MEMRA_EXPORT uint64_t memra_alloc(uint64_t n_bytes, uint64_t alignment) {
   a.begin = begin + data - room;
   a.n_bytes = n_bytes;
   a.map_begin = begin;
-  a.map_bytes = data + PAGE;
+  a.map_bytes = data + guard_bytes;
   a.serial = next_serial++;
   live[a.begin] = a;
   live_bytes += n_bytes;
-  check_allocated(a.begin, n_bytes, a.map_begin, a.map_bytes);
+  check_allocated(a.begin, n_bytes, a.map_begin, data + PAGE);
   return a.begin;
 }
 
@@ -158,13 +160,13 @@ MEMRA_EXPORT int memra_free(uint64_t ptr) {
   int damaged = 0;
   const uint8_t* at = reinterpret_cast<const uint8_t*>(a.map_begin);
   const uint8_t* begin = reinterpret_cast<const uint8_t*>(a.begin);
-  const uint8_t* end = at + a.map_bytes - PAGE;
+  const uint8_t* end = at + a.map_bytes - guard_bytes;
   for (; at < begin; ++at) damaged |= *at != POISON;
   for (at = begin + a.n_bytes; at < end; ++at) damaged |= *at != POISON;
   mmap(reinterpret_cast<void*>(a.map_begin), a.map_bytes, PROT_NONE,
        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
   a.freed = true;
-  check_freed(a.map_begin, a.map_bytes);
+  check_freed(a.map_begin, a.map_bytes - guard_bytes + PAGE);
   graveyard.push_back(a);
   graveyard_bytes += a.map_bytes;
   while (graveyard_bytes > GRAVEYARD_BYTES || graveyard.size() > GRAVEYARD_ENTRIES) bury_oldest();
