@@ -17,7 +17,8 @@ constexpr int K_BLOCK_BYTES = 34, V_BLOCK_BYTES = 24;
 constexpr int STEP = 16;  // keys of one tensor-core step
 constexpr int SET = 8;    // queries of one tensor-core tile
 constexpr float LOG2_E = 1.4426950408889634f;
-constexpr float NO_PIVOT = -1e30f;
+constexpr float NO_REFERENCE = -1e30f;
+constexpr int MOST_ROOM = 28;  // scales below 2^-14 are not told apart
 
 // What a warp keeps in shared memory: of a step the blocks' scales; of its queries the start of their
 // accumulators, the factor of their scores and the keys they see; and its place.
@@ -25,8 +26,7 @@ template <int D, int SETS>
 struct WarpTables {
     static constexpr int BLOCKS = D / 32;
     float k_scale[BLOCKS][STEP];
-    float v_scale[BLOCKS][STEP];
-    float v_middle[BLOCKS][STEP];
+    float2 values[BLOCKS][STEP];  // scale, value of code 16
     // Fifth bits of V: [block][tile of 8 keys][pair of keys][half of the channels][key]
     uint16_t fifth[BLOCKS][2][4][2][2];
     float bias[SETS][D / 32][SET];
@@ -55,11 +55,12 @@ struct WarpState {
     uint32_t q_held[HELD > 0 ? HELD : 1][4];
     uint4* q_shared;  // [SHARED][lane]
     float sums[SETS][BLOCKS][2][4];
-    float minima[SETS][BLOCKS];  // sums of p * minimum * 2^(14 - top)
-    float weight[SETS];
-    float pivot[SETS];  // p = 2^(score - pivot), an integer
-    int32_t top[SETS];  // scales of V seen so far are below 2^top
-    int32_t least_top;
+    // A key weighs 2^(score - reference). With the scores so far <= reference + room, both whole, and
+    // the scales of V below 2^(14 - room), that is at most 2^14 times a scale.
+    float reference[SETS], room[SETS];
+    float weight[SETS];            // sum of weights
+    float middles[SETS][BLOCKS];   // of weight * value of code 16; each lane its keys
+    float limit;                   // 2^(14 - largest room)
 };
 
 // What a lane needs of a query: of each block its channels 8t to 8t + 7.
@@ -123,47 +124,47 @@ template <int D, int SETS>
 __device__ __forceinline__ void begin_part(WarpState<D, SETS>& state) {
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
-        state.weight[s] = 0.0f, state.pivot[s] = NO_PIVOT, state.top[s] = -14;
+        state.weight[s] = 0.0f;
+        state.reference[s] = NO_REFERENCE, state.room[s] = MOST_ROOM;
 #pragma unroll
         for (int b = 0; b < D / 32; b++) {
-            state.minima[s][b] = 0.0f;
+            state.middles[s][b] = 0.0f;
 #pragma unroll
             for (int i = 0; i < 8; i++) state.sums[s][b][i / 4][i % 4] = 0.0f;
         }
     }
-    state.least_top = -14;
+    state.limit = power_of_two(14 - MOST_ROOM);
 }
 
-// Scales, minima and fifth bits of a step. Lanes 0 to 15 are the keys, lanes 16 to 31 the same with
-// the other half of the blocks. Keys that no query sees count as zeros. Returns the largest exponent
-// field of a scale, and whether a scale or minimum of V is not finite.
+// Scales and fifth bits of a step. Lanes 0 to 15 are the keys, lanes 16 to 31 the same with the other
+// half of the blocks. Keys outside [from, to) count as zeros. Returns this lane's largest scale;
+// wild: one of its values is not finite.
 template <int D, int SETS>
-__device__ __forceinline__ int32_t fill_tables(WarpTables<D, SETS>& tables, const uint8_t* k,
-                                               int pitch_k, const uint8_t* v, int pitch_v,
-                                               int from, int to, bool& wild) {
+__device__ __forceinline__ float fill_tables(WarpTables<D, SETS>& tables, const uint8_t* k,
+                                             int pitch_k, const uint8_t* v, int pitch_v,
+                                             bool masked, int from, int to, bool& wild) {
     const int lane = threadIdx.x % WARP_LANES;
     const int key = lane % STEP, half = lane / STEP;
-    const bool seen = key >= from && key < to;
-    const uint8_t* k_row = k + key * pitch_k;
-    const uint8_t* v_row = v + key * pitch_v;
-    uint32_t most = 0, least = 0;
+    const uint8_t* k_row = k + key * pitch_k + half * (D / 64 * K_BLOCK_BYTES);
+    const uint8_t* v_row = v + key * pitch_v + half * (D / 64 * V_BLOCK_BYTES);
+    float most = 0.0f, all = 0.0f;
 #pragma unroll
     for (int i = 0; i < D / 64; i++) {
         const int b = half * (D / 64) + i;
-        const uint16_t k_scale = *reinterpret_cast<const uint16_t*>(k_row + b * K_BLOCK_BYTES);
-        const uint2 head = *reinterpret_cast<const uint2*>(v_row + b * V_BLOCK_BYTES);
-        const uint32_t scale = seen ? head.x & 0xFFFFu : 0u, minimum = seen ? head.x >> 16 : 0u;
+        const uint16_t k_scale = *reinterpret_cast<const uint16_t*>(k_row + i * K_BLOCK_BYTES);
+        uint2 head = *reinterpret_cast<const uint2*>(v_row + i * V_BLOCK_BYTES);
+        if (masked) head.x = key >= from && key < to ? head.x : 0u;
+        const float scale = f16_to_f32(uint16_t(head.x));
+        const float middle = fmaf(16.0f, scale, f16_to_f32(uint16_t(head.x >> 16)));
         tables.k_scale[b][key] = f16_to_f32(k_scale);
-        tables.v_scale[b][key] = f16_to_f32(uint16_t(scale));
-        tables.v_middle[b][key] =
-            fmaf(16.0f, f16_to_f32(uint16_t(scale)), f16_to_f32(uint16_t(minimum)));
+        tables.values[b][key] = make_float2(scale, middle);
         tables.fifth[b][key / 8][key % 8 / 2][0][key % 2] = uint16_t(head.y);
         tables.fifth[b][key / 8][key % 8 / 2][1][key % 2] = uint16_t(head.y >> 16);
-        most = most > (scale & 0x7FFFu) ? most : scale & 0x7FFFu;
-        least = least > (minimum & 0x7FFFu) ? least : minimum & 0x7FFFu;
+        most = fmaxf(most, fabsf(scale));
+        all = all + fabsf(middle);
     }
-    wild = most >= 0x7C00u || least >= 0x7C00u;
-    return int32_t(most >> 10);
+    wild = !(all < INF_F32);
+    return most;
 }
 
 // 8 codes of key g of a tile: words of four bytes, from channel 8t of block b on.
@@ -272,10 +273,10 @@ template <int D, int SETS>
 __device__ __forceinline__ void raise(WarpState<D, SETS>& state, const WarpTables<D, SETS>& tables,
                                       const float (&scores)[SETS][4], int32_t key) {
     const int lane = threadIdx.x % WARP_LANES, g = lane / 4, t = lane % 4;
-    int32_t least = 100;
+    float most_room = -100.0f;
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
-        float high = NO_PIVOT, scale = 0.0f;
+        float high = -INF_F32, scale = 0.0f;
 #pragma unroll
         for (int i = 0; i < 4; i++) high = fmaxf(high, scores[s][i]);
 #pragma unroll
@@ -284,7 +285,7 @@ __device__ __forceinline__ void raise(WarpState<D, SETS>& state, const WarpTable
             if (key + at < tables.start[s][g] || key + at >= tables.end[s][g]) continue;
 #pragma unroll
             for (int b = 0; b < D / 32; b++) {
-                const float d = fabsf(tables.v_scale[b][at]);
+                const float d = fabsf(tables.values[b][at].x);
                 scale = d < INF_F32 ? fmaxf(scale, d) : scale;
             }
         }
@@ -292,31 +293,30 @@ __device__ __forceinline__ void raise(WarpState<D, SETS>& state, const WarpTable
         high = fmaxf(high, __shfl_xor_sync(FULL_MASK, high, 2));
         scale = fmaxf(scale, __shfl_xor_sync(FULL_MASK, scale, 1));
         scale = fmaxf(scale, __shfl_xor_sync(FULL_MASK, scale, 2));
-        const float pivot = fmaxf(state.pivot[s], ceilf(fminf(high, 1e8f)));
-        int32_t top = int32_t(__float_as_uint(scale) >> 23) - 126;
-        top = top > state.top[s] ? top : state.top[s];
-        const int32_t down = int32_t(fmaxf(state.pivot[s] - pivot, -1000.0f));
-        const int32_t down_sums = down + state.top[s] - top;
-        state.pivot[s] = pivot, state.top[s] = top;
-        least = top < least ? top : least;
-        const float shrink_own = power_of_two(down_sums);
-        const float shrink0 = power_of_two(__shfl_sync(FULL_MASK, down_sums, 8 * t));
-        const float shrink1 = power_of_two(__shfl_sync(FULL_MASK, down_sums, 8 * t + 4));
-        state.weight[s] = state.weight[s] * power_of_two(down);
+        // The same test as of the caller: whether a reference moves must not depend on the other rows.
+        const float old = state.reference[s];
+        const float pivot = high - old > state.room[s] ? ceilf(high) : old + state.room[s];
+        const float below = float(int32_t(__float_as_uint(scale) >> 23) - 126);
+        state.room[s] = fminf(state.room[s], 14.0f - below);
+        state.reference[s] = pivot - state.room[s];
+        const int32_t down = int32_t(fmaxf(old - state.reference[s], -1000.0f));
+        most_room = fmaxf(most_room, state.room[s]);
+        const float shrink = power_of_two(down);
+        const float shrink0 = power_of_two(__shfl_sync(FULL_MASK, down, 8 * t));
+        const float shrink1 = power_of_two(__shfl_sync(FULL_MASK, down, 8 * t + 4));
+        state.weight[s] = state.weight[s] * shrink;
 #pragma unroll
         for (int b = 0; b < D / 32; b++) {
-            state.minima[s][b] = state.minima[s][b] * shrink_own;
+            state.middles[s][b] = state.middles[s][b] * shrink;
 #pragma unroll
             for (int i = 0; i < 8; i++)
                 state.sums[s][b][i / 4][i % 4] *= i % 2 ? shrink1 : shrink0;
         }
     }
 #pragma unroll
-    for (int offset = 4; offset < WARP_LANES; offset *= 2) {
-        const int32_t other = __shfl_xor_sync(FULL_MASK, least, offset);
-        least = other < least ? other : least;
-    }
-    state.least_top = least;
+    for (int offset = 4; offset < WARP_LANES; offset *= 2)
+        most_room = fmaxf(most_room, __shfl_xor_sync(FULL_MASK, most_room, offset));
+    state.limit = power_of_two(14 - int32_t(most_room));
 }
 
 // Codes of V less 16 as pairs of subnormal f16, for the keys 2t and 2t + 1 of a tile: channels 2h and
@@ -344,10 +344,10 @@ __device__ __forceinline__ void step(WarpState<D, SETS>& state, WarpTables<D, SE
     const int lane = threadIdx.x % WARP_LANES, g = lane / 4, t = lane % 4;
     __syncwarp();  // the tables are free
     const int4 keys = tables.keys;
-    const bool shared_keys = key >= keys.z && key + STEP <= keys.w;
+    const bool masked = key < keys.z || key + STEP > keys.w;
     bool wild;
-    const int32_t scale_field =
-        fill_tables<D, SETS>(tables, k, pitch_k, v, pitch_v, keys.x - key, keys.y - key, wild);
+    const float scale =
+        fill_tables(tables, k, pitch_k, v, pitch_v, masked, keys.x - key, keys.y - key, wild);
     __syncwarp();
 
     float p[SETS][4];
@@ -363,11 +363,12 @@ __device__ __forceinline__ void step(WarpState<D, SETS>& state, WarpTables<D, SE
         for (int i = 0; i < 4; i++) p[s][i] = p[s][i] * factor;
     }
     if (softcap > 0.0f) cap_scores(p, softcap);
-    if (!shared_keys) mask_scores(p, tables, key);
-    bool above = wild || scale_field - 14 > state.least_top;
+    if (masked) mask_scores(p, tables, key);
+    bool above = wild || scale >= state.limit;
 #pragma unroll
     for (int s = 0; s < SETS; s++)
-        above = above || fmaxf(fmaxf(p[s][0], p[s][1]), fmaxf(p[s][2], p[s][3])) > state.pivot[s];
+        above = above || fmaxf(fmaxf(p[s][0], p[s][1]), fmaxf(p[s][2], p[s][3])) -
+                                 state.reference[s] > state.room[s];
     bool guarded = false;
     if (__any_sync(FULL_MASK, above)) {
         raise<D, SETS>(state, tables, p, key);
@@ -375,12 +376,10 @@ __device__ __forceinline__ void step(WarpState<D, SETS>& state, WarpTables<D, SE
     }
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
-        const float lift = power_of_two(14 - state.top[s]);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            p[s][i] = exp2_fast(p[s][i] - state.pivot[s]);
+            p[s][i] = exp2_fast(p[s][i] - state.reference[s]);
             state.weight[s] = state.weight[s] + p[s][i];
-            p[s][i] = p[s][i] * lift;
         }
     }
 
@@ -394,12 +393,11 @@ __device__ __forceinline__ void step(WarpState<D, SETS>& state, WarpTables<D, SE
             const int b = 2 * pair + j;
             const int h = half_word(j, g);
             uint32_t codes[2][4];
-            float2 scale[2], minimum[2];
+            float4 values[2];  // scale and value of code 16, of two keys
 #pragma unroll
             for (int tile = 0; tile < 2; tile++) {
                 const int at = 8 * tile + 2 * t;
-                scale[tile] = *reinterpret_cast<const float2*>(&tables.v_scale[b][at]);
-                minimum[tile] = *reinterpret_cast<const float2*>(&tables.v_middle[b][at]);
+                values[tile] = *reinterpret_cast<const float4*>(&tables.values[b][at]);
                 const uint2 fifth = *reinterpret_cast<const uint2*>(tables.fifth[b][tile][t]);
                 const uint32_t nibbles =
                     j ? inner[tile] : g < 4 ? outer[2 + tile] : outer[tile];
@@ -409,8 +407,8 @@ __device__ __forceinline__ void step(WarpState<D, SETS>& state, WarpTables<D, SE
             }
 #pragma unroll
             for (int s = 0; s < SETS; s++) {
-                float d[4] = {scale[0].x, scale[0].y, scale[1].x, scale[1].y};
-                float m[4] = {minimum[0].x, minimum[0].y, minimum[1].x, minimum[1].y};
+                float d[4] = {values[0].x, values[0].z, values[1].x, values[1].z};
+                float m[4] = {values[0].y, values[0].w, values[1].y, values[1].w};
                 if (guarded) {  // what is not finite stays with the rows that see it
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
@@ -425,7 +423,7 @@ __device__ __forceinline__ void step(WarpState<D, SETS>& state, WarpTables<D, SE
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     x[i] = p[s][i] * d[i];
-                    state.minima[s][b] = fmaf(p[s][i], m[i], state.minima[s][b]);
+                    state.middles[s][b] = fmaf(p[s][i], m[i], state.middles[s][b]);
                 }
                 uint32_t coarse[2], fine[2];
                 split_pair(x[0], x[1], coarse[0], fine[0]);

@@ -100,31 +100,24 @@ __device__ __forceinline__ void end_part(const WarpState<D, SETS>& state,
         const int left = fits ? n_queries - s * SET : 0;
         if (t == 0 && g < left)
             *reinterpret_cast<float2*>(to.marks + column[0] * 2) =
-                make_float2(state.pivot[s], weight);
-        const float own_unit = power_of_two(state.top[s] - 14);
-        float unit[2];
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-            unit[i] = power_of_two(__shfl_sync(FULL_MASK, state.top[s], 8 * t + 4 * i) + 10);
+                make_float2(state.reference[s], weight);
 #pragma unroll
         for (int b = 0; b < D / 32; b++) {
-            float minimum = state.minima[s][b];
-            minimum = minimum + __shfl_xor_sync(FULL_MASK, minimum, 1);
-            minimum = minimum + __shfl_xor_sync(FULL_MASK, minimum, 2);
-            minimum = minimum * own_unit;
+            float middle = state.middles[s][b];
+            middle = middle + __shfl_xor_sync(FULL_MASK, middle, 1);
+            middle = middle + __shfl_xor_sync(FULL_MASK, middle, 2);
             const int channel = 32 * b + 2 * half_word(b, g);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const float base = __shfl_sync(FULL_MASK, minimum, 8 * t + 4 * i);
+                const float base = __shfl_sync(FULL_MASK, middle, 8 * t + 4 * i);
                 const float* c = state.sums[s][b][0];
                 const float* c1 = state.sums[s][b][1];
                 if (2 * t + i < left) {
                     float* row = to.sums + column[1 + i] * D + channel;
                     *reinterpret_cast<float2*>(row) = make_float2(
-                        fmaf(c[i], unit[i], base), fmaf(c1[i], unit[i] * 0.5f, base));
+                        fmaf(c[i], 0x1p24f, base), fmaf(c1[i], 0x1p23f, base));
                     *reinterpret_cast<float2*>(row + 16) =
-                        make_float2(fmaf(c[2 + i], unit[i] * 0.0625f, base),
-                                    fmaf(c1[2 + i], unit[i] * 0.03125f, base));
+                        make_float2(fmaf(c[2 + i], 0x1p20f, base), fmaf(c1[2 + i], 0x1p19f, base));
                 }
             }
         }
@@ -237,7 +230,7 @@ __global__ void __launch_bounds__(256, D * SETS <= 128 ? 2 : 1)
     uint64_t* const empty = full + N_STAGES;
     if constexpr (COPY == COPY_BULK) {
         if (threadIdx.x == 0) {
-            for (int i = 0; i < N_STAGES; i++) mbar_init(full + i, n_workers), mbar_init(empty + i, n_workers);
+            for (int i = 0; i < N_STAGES; i++) mbar_init(full + i, 1), mbar_init(empty + i, n_workers);
             mbar_publish();
         }
         __syncthreads();
@@ -251,20 +244,16 @@ __global__ void __launch_bounds__(256, D * SETS <= 128 ? 2 : 1)
         const uint8_t* const rows_k = own.k;
         const uint8_t* const rows_v = own.v;
         if constexpr (COPY == COPY_BULK) {
-            // Each warp brings every n_workers-th row.
+            // Each warp brings every n_workers-th row: two lanes a row.
             uint64_t* const there = full + slot;
-            const int n_own = n > warp ? (n - warp + n_workers - 1) / n_workers : 0;
-            if (lane == 0) mbar_arrive_expecting(there, n_own * (slice_k + slice_v));
-#pragma unroll 1
-            for (int r = warp; r < n; r += n_workers) {
+            if (threadIdx.x == 0) mbar_arrive_expecting(there, n * (slice_k + slice_v));
+            for (int r = warp + lane / 2 * n_workers; r < n; r += WARP_LANES / 2 * n_workers) {
                 int32_t at = key + r < high ? key + r : high;
                 at = at > low ? at : low;
-                const uint8_t* const from_k = rows_k + int64_t(at) * row_k;
-                const uint8_t* const from_v = rows_v + int64_t(at) * row_v;
-                if (lane == 0) {
-                    bulk_copy(k + r * pitch_k, from_k, slice_k, there);
-                    bulk_copy(v + r * pitch_v, from_v, slice_v, there);
-                }
+                const uint8_t* const from = lane % 2 ? rows_v + int64_t(at) * row_v
+                                                     : rows_k + int64_t(at) * row_k;
+                bulk_copy(lane % 2 ? v + r * pitch_v : k + r * pitch_k, from,
+                          lane % 2 ? slice_v : slice_k, there);
             }
         } else {
 #pragma unroll 1
@@ -370,7 +359,7 @@ __global__ void __launch_bounds__(256)
     const float* marks = partials.marks + column * 2;
     const float* values = partials.sums + column * D + blockIdx.z * 32 + quad * 4;
 
-    float pivot = NO_PIVOT, weight = 0.0f;
+    float pivot = NO_REFERENCE, weight = 0.0f;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     constexpr int BATCH = 8;  // chunks that are asked for at once
     int32_t c = first + (split - first % SPLITS + SPLITS) % SPLITS - slot_zero;
@@ -381,7 +370,7 @@ __global__ void __launch_bounds__(256)
         for (int i = 0; i < BATCH; i++) {
             const int32_t slot = c + i * SPLITS;
             const bool there = slot < last - slot_zero;
-            mark[i] = make_float2(NO_PIVOT, 0.0f), value[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            mark[i] = make_float2(NO_REFERENCE, 0.0f), value[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             if (there) mark[i] = *reinterpret_cast<const float2*>(marks + size_t(slot) * 2);
             if (there) value[i] = *reinterpret_cast<const float4*>(values + size_t(slot) * D);
         }
@@ -415,7 +404,7 @@ __global__ void __launch_bounds__(256)
     __syncthreads();
     if (thread < WARP_LANES) {
         const float sink = sinks != nullptr ? sinks[head] * LOG2_E : -INF_F32;
-        high = fmaxf(NO_PIVOT, ceilf(sink));
+        high = fmaxf(NO_REFERENCE, ceilf(sink));
 #pragma unroll
         for (int w = 0; w < WARPS; w++) high = fmaxf(high, pivots[w]);
         float joined = 0.0f, total = 0.0f;
