@@ -43,6 +43,32 @@ struct WarpTables {
 __device__ __forceinline__ int k_pitch(int bytes) { return (bytes + 63) / 64 * 64 + 32; }
 __device__ __forceinline__ int v_pitch(int bytes) { return (bytes + 31) / 32 * 32 + 16; }
 
+// Where a lane reads and writes in a step, in bytes. In shared memory, the same for all warps: to
+// compute it anew in each step would cost a tenth of the instructions, and registers are scarce.
+struct LaneOffsets {
+    int4 fill;  // its key in the rows of K, of V; in k_scale (values: twice), in fifth
+    int4 read;  // its codes of K; its row for load_across of V; 8t; g
+
+    template <int D>
+    __device__ __forceinline__ void set(int lane, int pitch_k, int pitch_v) {
+        const int key = lane % STEP, first = lane / STEP * (D / 64);  // blocks of the fill
+        const int g = lane / 4, t = lane % 4;
+        fill = make_int4(key * pitch_k + first * K_BLOCK_BYTES, key * pitch_v + first * V_BLOCK_BYTES,
+                         first * (STEP * 4) + key * 4,
+                         first * 64 + key / 8 * 32 + key % 8 / 2 * 8 + key % 2 * 2);
+        read = make_int4(g * pitch_k + 8 * t, across_offset(lane, pitch_v, 8 * pitch_v, 16), 8 * t, g);
+    }
+};
+
+template <class T>
+__device__ __forceinline__ T* displaced(T* base, int bytes) {
+    return reinterpret_cast<T*>(reinterpret_cast<uint8_t*>(base) + bytes);
+}
+template <class T>
+__device__ __forceinline__ const T* displaced(const T* base, int bytes) {
+    return reinterpret_cast<const T*>(reinterpret_cast<const uint8_t*>(base) + bytes);
+}
+
 // One warp's queries and running sums. Lane 4 g + t holds query g of each set, and of the sums of V
 // the queries 2t and 2t + 1.
 template <int D, int SETS>
@@ -140,26 +166,27 @@ __device__ __forceinline__ void begin_part(WarpState<D, SETS>& state) {
 // half of the blocks. Keys outside [from, to) count as zeros. Returns this lane's largest scale;
 // wild: one of its values is not finite.
 template <int D, int SETS>
-__device__ __forceinline__ float fill_tables(WarpTables<D, SETS>& tables, const uint8_t* k,
-                                             int pitch_k, const uint8_t* v, int pitch_v,
-                                             bool masked, int from, int to, bool& wild) {
-    const int lane = threadIdx.x % WARP_LANES;
-    const int key = lane % STEP, half = lane / STEP;
-    const uint8_t* k_row = k + key * pitch_k + half * (D / 64 * K_BLOCK_BYTES);
-    const uint8_t* v_row = v + key * pitch_v + half * (D / 64 * V_BLOCK_BYTES);
+__device__ __forceinline__ float fill_tables(WarpTables<D, SETS>& tables, const int4& own,
+                                             const uint8_t* k, const uint8_t* v, bool masked,
+                                             int from, int to, bool& wild) {
+    const int key = threadIdx.x % STEP;
+    const uint8_t* k_row = k + own.x;
+    const uint8_t* v_row = v + own.y;
+    float* const k_scale = displaced(&tables.k_scale[0][0], own.z);
+    float2* const values = displaced(&tables.values[0][0], 2 * own.z);
+    uint16_t* const fifth = displaced(&tables.fifth[0][0][0][0][0], own.w);
     float most = 0.0f, all = 0.0f;
 #pragma unroll
     for (int i = 0; i < D / 64; i++) {
-        const int b = half * (D / 64) + i;
-        const uint16_t k_scale = *reinterpret_cast<const uint16_t*>(k_row + i * K_BLOCK_BYTES);
+        const uint16_t k_half = *reinterpret_cast<const uint16_t*>(k_row + i * K_BLOCK_BYTES);
         uint2 head = *reinterpret_cast<const uint2*>(v_row + i * V_BLOCK_BYTES);
         if (masked) head.x = key >= from && key < to ? head.x : 0u;
         const float scale = f16_to_f32(uint16_t(head.x));
         const float middle = fmaf(16.0f, scale, f16_to_f32(uint16_t(head.x >> 16)));
-        tables.k_scale[b][key] = f16_to_f32(k_scale);
-        tables.values[b][key] = make_float2(scale, middle);
-        tables.fifth[b][key / 8][key % 8 / 2][0][key % 2] = uint16_t(head.y);
-        tables.fifth[b][key / 8][key % 8 / 2][1][key % 2] = uint16_t(head.y >> 16);
+        k_scale[i * STEP] = f16_to_f32(k_half);
+        values[i * STEP] = make_float2(scale, middle);
+        fifth[i * 32] = uint16_t(head.y);
+        fifth[i * 32 + 2] = uint16_t(head.y >> 16);
         most = fmaxf(most, fabsf(scale));
         all = all + fabsf(middle);
     }
@@ -167,11 +194,10 @@ __device__ __forceinline__ float fill_tables(WarpTables<D, SETS>& tables, const 
     return most;
 }
 
-// 8 codes of key g of a tile: words of four bytes, from channel 8t of block b on.
+// 8 codes of a key from channel 8t of block b on; `own` is 8t bytes behind the head.
 template <int D, int B>
-__device__ __forceinline__ void load_codes(const uint8_t* row, uint32_t* codes) {
-    const int t = threadIdx.x % 4;
-    const uint8_t* at = row + B * K_BLOCK_BYTES + B % 2 * 2 + 8 * t;  // a word before or at the codes
+__device__ __forceinline__ void load_codes(const uint8_t* own, uint32_t* codes) {
+    const uint8_t* at = own + B * K_BLOCK_BYTES + B % 2 * 2;  // a word before or at the codes
     constexpr bool WIDE = D % 128 == 0;
     uint32_t x, y;
     if constexpr (B % 2 == 0) {  // the codes begin in the middle of a word
@@ -202,12 +228,13 @@ __device__ __forceinline__ void load_codes(const uint8_t* row, uint32_t* codes) 
 // Adds block B to the raw scores [set][2 * tile + i] of the keys 8 * tile + 2t + i.
 template <int D, int SETS, int B>
 __device__ __forceinline__ void score_block(const WarpState<D, SETS>& state,
-                                            const WarpTables<D, SETS>& tables, const uint8_t* k,
-                                            int pitch, float (&scores)[SETS][4]) {
-    const int lane = threadIdx.x % WARP_LANES, g = lane / 4, t = lane % 4;
+                                            const WarpTables<D, SETS>& tables, const int4& own,
+                                            const uint8_t* k, int pitch,
+                                            float (&scores)[SETS][4]) {
+    const int lane = threadIdx.x % WARP_LANES;
     uint32_t codes[2][4];
-    load_codes<D, B>(k + g * pitch, codes[0]);
-    load_codes<D, B>(k + (8 + g) * pitch, codes[1]);
+    load_codes<D, B>(k + own.x, codes[0]);
+    load_codes<D, B>(k + own.x + 8 * pitch, codes[1]);
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
         uint32_t q[2][4];
@@ -225,16 +252,17 @@ __device__ __forceinline__ void score_block(const WarpState<D, SETS>& state,
         }
 #pragma unroll
         for (int tile = 0; tile < 2; tile++) {
-            const float bias = tables.bias[s][B][g];
+            const float bias = tables.bias[s][B][own.w];
             float dots[4] = {bias, bias, 0.0f, 0.0f};
             mma_m16n8k16_f16(dots, q[0], codes[tile], dots);
             mma_m16n8k16_f16(dots, q[1], codes[tile] + 2, dots);
-            const float2 scale = *reinterpret_cast<const float2*>(&tables.k_scale[B][8 * tile + 2 * t]);
+            const float2 scale = *reinterpret_cast<const float2*>(
+                displaced(&tables.k_scale[B][8 * tile], own.z));
             scores[s][2 * tile] = fmaf(dots[0] + dots[2], scale.x, scores[s][2 * tile]);
             scores[s][2 * tile + 1] = fmaf(dots[1] + dots[3], scale.y, scores[s][2 * tile + 1]);
         }
     }
-    if constexpr (B + 1 < D / 32) score_block<D, SETS, B + 1>(state, tables, k, pitch, scores);
+    if constexpr (B + 1 < D / 32) score_block<D, SETS, B + 1>(state, tables, own, k, pitch, scores);
 }
 
 template <int SETS>
@@ -339,23 +367,24 @@ __device__ __forceinline__ int half_word(int block, int g) { return block % 2 ? 
 
 template <int D, int SETS>
 __device__ __forceinline__ void step(WarpState<D, SETS>& state, WarpTables<D, SETS>& tables,
-                                     const uint8_t* k, int pitch_k, const uint8_t* v, int pitch_v,
+                                     const LaneOffsets& lane_offsets, const uint8_t* k, int pitch_k, const uint8_t* v, int pitch_v,
                                      int32_t key, float softcap) {
-    const int lane = threadIdx.x % WARP_LANES, g = lane / 4, t = lane % 4;
     __syncwarp();  // the tables are free
     const int4 keys = tables.keys;
     const bool masked = key < keys.z || key + STEP > keys.w;
     bool wild;
     const float scale =
-        fill_tables(tables, k, pitch_k, v, pitch_v, masked, keys.x - key, keys.y - key, wild);
+        fill_tables(tables, lane_offsets.fill, k, v, masked, keys.x - key, keys.y - key, wild);
     __syncwarp();
+    const int4 own = lane_offsets.read;
+    const int g = own.w, t = threadIdx.x % 4;
 
     float p[SETS][4];
 #pragma unroll
     for (int s = 0; s < SETS; s++)
 #pragma unroll
         for (int i = 0; i < 4; i++) p[s][i] = 0.0f;
-    score_block<D, SETS, 0>(state, tables, k, pitch_k, p);
+    score_block<D, SETS, 0>(state, tables, own, k, pitch_k, p);
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
         const float factor = tables.factor[s][g];
@@ -386,8 +415,8 @@ __device__ __forceinline__ void step(WarpState<D, SETS>& state, WarpTables<D, SE
 #pragma unroll
     for (int pair = 0; pair < D / 64; pair++) {
         uint32_t outer[4], inner[2];  // [2 * piece + tile] of the pieces 0 and 1; [tile] of piece 2
-        load_across_x4(outer, v + pair * 48, pitch_v, 8 * pitch_v, 16);
-        load_across_x2(inner, v + pair * 48 + 32, pitch_v, 8 * pitch_v);
+        load_across_x4(outer, v + pair * 48, own.y, pitch_v, 8 * pitch_v, 16);
+        load_across_x2(inner, v + pair * 48 + 32, own.y, pitch_v, 8 * pitch_v);
 #pragma unroll
         for (int j = 0; j < 2; j++) {
             const int b = 2 * pair + j;
@@ -396,9 +425,10 @@ __device__ __forceinline__ void step(WarpState<D, SETS>& state, WarpTables<D, SE
             float4 values[2];  // scale and value of code 16, of two keys
 #pragma unroll
             for (int tile = 0; tile < 2; tile++) {
-                const int at = 8 * tile + 2 * t;
-                values[tile] = *reinterpret_cast<const float4*>(&tables.values[b][at]);
-                const uint2 fifth = *reinterpret_cast<const uint2*>(tables.fifth[b][tile][t]);
+                values[tile] = *reinterpret_cast<const float4*>(
+                    displaced(&tables.values[b][8 * tile], 2 * own.z));
+                const uint2 fifth = *reinterpret_cast<const uint2*>(
+                    displaced(&tables.fifth[b][tile][0][0][0], own.z));
                 const uint32_t nibbles =
                     j ? inner[tile] : g < 4 ? outer[2 + tile] : outer[tile];
                 unpack_codes(nibbles, __funnelshift_r(fifth.x, fifth.x, 2 * h - 4),

@@ -62,18 +62,21 @@ __device__ __forceinline__ void split_pair(float x0, float x1, uint32_t& coarse,
 
 // Four tiles of 8 rows of 16 bytes in shared memory, row r of tile i at base + (i & 1) * odd +
 // (i >> 1) * upper + r * pitch (all multiples of 16), read across: with g = lane / 4, t = lane % 4,
-// out[i] holds the 16-bit words number g of the rows 2t (lower half) and 2t + 1 of tile i.
-__device__ __forceinline__ void load_across_x4(uint32_t* out, const uint8_t* base, int pitch,
-                                               int odd, int upper) {
-    const int lane = threadIdx.x % WARP_LANES;
+// out[i] holds the 16-bit words number g of the rows 2t (lower half) and 2t + 1 of tile i. Each lane
+// names one row: `own` is across_offset() of its lane.
+__device__ __forceinline__ int across_offset(int lane, int pitch, int odd, int upper) {
+    return (lane % 8) * pitch + (lane / 8 % 2) * odd + (lane / 16) * upper;
+}
+__device__ __forceinline__ void load_across_x4(uint32_t* out, const uint8_t* base, int own,
+                                               int pitch, int odd, int upper) {
 #if MEMRA_CUDA
-    const uint8_t* row = base + (lane % 8) * pitch + (lane / 8 % 2) * odd + (lane / 16) * upper;
-    const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(row));
+    const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(base + own));
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
                  : "r"(at)
                  : "memory");
 #else
+    const int lane = threadIdx.x % WARP_LANES;
     const uint8_t* word = base + (lane % 4) * 2 * pitch + (lane / 4) * 2;
     for (int i = 0; i < 4; ++i) {
         const uint8_t* at = word + (i & 1) * odd + (i >> 1) * upper;
@@ -83,18 +86,17 @@ __device__ __forceinline__ void load_across_x4(uint32_t* out, const uint8_t* bas
 #endif
 }
 
-// The same for two tiles.
-__device__ __forceinline__ void load_across_x2(uint32_t* out, const uint8_t* base, int pitch,
-                                               int odd) {
-    const int lane = threadIdx.x % WARP_LANES;
+// The same for two tiles; the rows that the upper 16 lanes name do not count.
+__device__ __forceinline__ void load_across_x2(uint32_t* out, const uint8_t* base, int own,
+                                               int pitch, int odd) {
 #if MEMRA_CUDA
-    const uint8_t* row = base + (lane % 8) * pitch + (lane / 8 % 2) * odd;
-    const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(row));
+    const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(base + own));
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
                  : "=r"(out[0]), "=r"(out[1])
                  : "r"(at)
                  : "memory");
 #else
+    const int lane = threadIdx.x % WARP_LANES;
     const uint8_t* word = base + (lane % 4) * 2 * pitch + (lane / 4) * 2;
     for (int i = 0; i < 2; ++i) {
         const uint8_t* at = word + i * odd;

@@ -125,8 +125,8 @@ __device__ __forceinline__ void end_part(const WarpState<D, SETS>& state,
 }
 
 // Shared memory: N_STAGES tiles of keys_per_stage rows of K, then of V, of the block's heads; then
-// per warp WarpTables, then the shared fragments of q; then with COPY_BULK 2 * N_STAGES
-// barriers.
+// per warp WarpTables, then the shared fragments of q; then LaneOffsets; then with COPY_BULK
+// 2 * N_STAGES barriers.
 //
 // Grid (x: any number of blocks, which share the chunks; n_kv_heads / heads_per_block; query blocks),
 // heads_per_block * warps_per_head warps. A query block is
@@ -224,9 +224,10 @@ __global__ void __launch_bounds__(256, D * SETS <= 128 ? 2 : 1)
         own.v = plane.v + blockIdx.y * slice_v - int64_t(plane.base) * row_v;
     }
     __syncwarp();
-    uint64_t* const full = reinterpret_cast<uint64_t*>(
-        reinterpret_cast<uint8_t*>(fragments) +
-        n_workers * WarpState<D, SETS>::SHARED * WARP_LANES * 16);
+    LaneOffsets* const offsets =
+        reinterpret_cast<LaneOffsets*>(fragments + n_workers * WarpState<D, SETS>::SHARED * WARP_LANES);
+    if (threadIdx.x < WARP_LANES) offsets[lane].set<D>(lane, pitch_k, pitch_v);
+    uint64_t* const full = reinterpret_cast<uint64_t*>(offsets + WARP_LANES);
     uint64_t* const empty = full + N_STAGES;
     if constexpr (COPY == COPY_BULK) {
         if (threadIdx.x == 0) {
@@ -306,7 +307,7 @@ __global__ void __launch_bounds__(256, D * SETS <= 128 ? 2 : 1)
         const uint8_t* v = shared + slot * stage_bytes + keys_per_stage * pitch_k + head * V_HEAD;
         const int32_t stop = stage + keys_per_stage < step_end ? stage + keys_per_stage : step_end;
         for (int32_t key = stage; key < stop; key += STEP) {
-            step<D, SETS>(state, own, k, pitch_k, v, pitch_v, key, softcap);
+            step<D, SETS>(state, own, offsets[lane], k, pitch_k, v, pitch_v, key, softcap);
             k += STEP * pitch_k, v += STEP * pitch_v;
             if (key + STEP == part_end || key + STEP == step_end) {
                 end_part<D, SETS>(state, own, Partials<D>(workspace, n_rows, n_heads, n_slots),

@@ -253,7 +253,7 @@ def _shape(head_dim: int, n_kv_heads: int, n_queries: int, room: int) -> _Shape:
         tables = head_dim // 64 * 512 + sets * (head_dim + 96) + 64  # WarpTables
         held = 0 if sets > 1 or head_dim > 128 else 6 if head_dim == 128 else 4
         fragments = (sets * head_dim // 16 - held) * 512  # WarpState::SHARED
-        return _STAGES * keys * row + heads * warps * (tables + fragments) + 2 * _STAGES * 8
+        return _STAGES * keys * row + heads * warps * (tables + fragments) + 1024 + 2 * _STAGES * 8
 
     def fits(heads: int, keys: int) -> bool:
         blocks = max(1, resident // (heads * warps))
