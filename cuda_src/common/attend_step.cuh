@@ -76,7 +76,7 @@ struct WarpState {
     static constexpr int BLOCKS = D / 32;
     // Fragments of q that stay in registers, as many as there is room for; the others are in shared
     // memory.
-    static constexpr int HELD = SETS > 1 || D > 128 ? 0 : D == 128 ? 6 : 4;
+    static constexpr int HELD = SETS > 1 || D > 128 ? 0 : D == 128 ? 5 : 4;
     static constexpr int SHARED = SETS * D / 16 - HELD;
     uint32_t q_held[HELD > 0 ? HELD : 1][4];
     uint4* q_shared;  // [SHARED][lane]

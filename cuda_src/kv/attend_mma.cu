@@ -18,6 +18,11 @@
 
 constexpr int N_STAGES = 3;  // tiles of keys in flight or in use
 constexpr int COPY_ASYNC = 0, COPY_BULK = 1;
+#if MEMRA_CUDA && __CUDA_ARCH__ >= 900
+constexpr int COPY_BEST = COPY_BULK;
+#else
+constexpr int COPY_BEST = COPY_ASYNC;
+#endif
 constexpr float LN_2 = 0.6931471805599453f;
 
 // Chunks: 32 keys below 8192, 128 below 65536, 256 below 262144, then 512. Few enough for the
@@ -133,7 +138,7 @@ __device__ __forceinline__ void end_part(const WarpState<D, SETS>& state,
 // warps_per_head * SETS * 8 queries of all n_rows * group, or with a table of one row's group.
 // Slices of heads_per_block heads and whole rows of K and V are multiples of 16 bytes, planes and q
 // are 16-byte aligned. keys_per_stage: a multiple of 16. Other parameters as in kv/attend.cu.
-template <int D, int SETS, int COPY>
+template <int D, int SETS, int COPY = COPY_BEST>
 __global__ void __launch_bounds__(256, D * SETS <= 128 ? 2 : 1)
     attend_mma(const float* __restrict__ q, const uint8_t* NULLABLE k_plane,
                const uint8_t* NULLABLE v_plane, int32_t n_rows, int32_t n_kv_heads, int32_t group,

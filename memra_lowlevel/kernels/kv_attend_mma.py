@@ -38,7 +38,6 @@ SET = 8
 
 _STAGES = 3
 _WARPS = 8
-_ASYNC, _BULK = 0, 1
 _ALIGNED_HEADS = {64: 4, 128: 2, 256: 1}
 """Neighbouring kv heads whose slices of a row are a multiple of 16 bytes."""
 
@@ -46,11 +45,10 @@ registry.register(
     KernelSpec(
         name="attend_mma",
         source="kv/attend_mma.cu",
-        entry="attend_mma<{head_dim}, {sets}, {copy}>",
+        entry="attend_mma<{head_dim}, {sets}>",
         instances=tuple(
-            {"head_dim": d, "sets": sets, "copy": copy}
+            {"head_dim": d, "sets": sets}
             for d, sets in ((64, 1), (64, 2), (128, 1), (128, 2), (256, 1))
-            for copy in (_ASYNC, _BULK)
         ),
         oracle="memra_lowlevel.reference.attend:attend",
         tolerance=Tolerance(
@@ -251,13 +249,13 @@ def _shape(head_dim: int, n_kv_heads: int, n_queries: int, room: int) -> _Shape:
         slice_k, slice_v = heads * head_dim // 32 * 34, heads * head_dim // 32 * 24
         row = (slice_k + 63) // 64 * 64 + 32 + (slice_v + 31) // 32 * 32 + 16  # k_pitch, v_pitch
         tables = head_dim // 64 * 512 + sets * (head_dim + 96) + 64  # WarpTables
-        held = 0 if sets > 1 or head_dim > 128 else 6 if head_dim == 128 else 4
+        held = 0 if sets > 1 or head_dim > 128 else 5 if head_dim == 128 else 4
         fragments = (sets * head_dim // 16 - held) * 512  # WarpState::SHARED
         return _STAGES * keys * row + heads * warps * (tables + fragments) + 1024 + 2 * _STAGES * 8
 
     def fits(heads: int, keys: int) -> bool:
         blocks = max(1, resident // (heads * warps))
-        return n_kv_heads % heads == 0 and shared(heads, keys) <= room // blocks - 1024
+        return n_kv_heads % heads == 0 and blocks * (shared(heads, keys) + 1024) <= room + 1024
 
     while warps > 1 and shared(aligned, 16) > room:
         warps = -(-warps // 2)
@@ -269,7 +267,7 @@ def _shape(head_dim: int, n_kv_heads: int, n_queries: int, room: int) -> _Shape:
     while keys < 64 and fits(heads, 2 * keys):
         keys *= 2
     used = shared(heads, keys)
-    most = max(1, min(resident // (heads * warps), room // (used + 1024)))
+    most = max(1, min(resident // (heads * warps), (room + 1024) // (used + 1024)))
     return _Shape(sets, warps, heads, -(-n_queries // (sets * SET * warps)), keys, used, most)
 
 
@@ -303,8 +301,7 @@ def _kernels(device: Device, head_dim: int, sets: int) -> tuple[Kernel, Kernel]:
     key = ("attend_mma", head_dim, sets)
     found: tuple[Kernel, Kernel] | None = device.memo.get(key)
     if found is None:
-        bulk = _waits(device)
-        instance = {"head_dim": head_dim, "sets": sets, "copy": _BULK if bulk else _ASYNC}
+        instance = {"head_dim": head_dim, "sets": sets}
         kernel, combine = registry.kernels(
             device, [("attend_mma", instance), ("attend_mma_combine", {"head_dim": head_dim})]
         )
