@@ -155,7 +155,7 @@ def attend(
     table : Buffer, optional
         u64 ``[n, 5]``: planes and counters of each row's sequence, as in ``kv_append.append``.
     kernel : str, optional
-        ``"mma"`` (tensor cores) or ``"simt"`` (the default). Of one class, but not bit for bit the
+        ``"mma"`` (tensor cores, class ``f16x2``) or ``"simt"`` (the default). Not bit for bit the
         same: keep to one kernel over a plane.
     programmatic : bool
         Start while the predecessor, a kernel of the stream, still runs, where kernel and device
@@ -269,7 +269,8 @@ def choose(
     """Say which kernel :func:`attend` takes.
 
     It depends on the device and the planes, not on a launch, so that all launches over a plane
-    agree bit for bit. Both kernels are of class ``exact``.
+    agree bit for bit. The general kernel is of class ``exact``, the other of class ``f16x2``, and
+    a class is never changed unasked.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Decode attention on tensor cores (``cuda_src/kv/attend_mma.cu``), class ``exact``.
+"""Decode attention on tensor cores (``cuda_src/kv/attend_mma.cu``), class ``f16x2``.
 
 For K q8_0 with V q5_1, head sizes 64, 128 and 256, rows of a multiple of 16 bytes, from sm_80 on.
 :mod:`.kv_attend` decides between this kernel and the general one and checks the arguments.
@@ -54,7 +54,8 @@ registry.register(
         tolerance=Tolerance(
             "relative", 1e-5,
             "q and p * scale as two f16 (22 bits), products summed in f32 by the tensor cores, "
-            "which truncate: up to 3e-6 in a model of that, against float64 over the decoded cache",
+            "which truncate: up to 3e-6 in a model of that, against float64 over the decoded "
+            "cache; a class of its own until a GPU has confirmed the model",
         ),
         edges=(
             "no key", "one key", "step, stage and chunk edges", "masked row", "window", "ring base",
@@ -62,6 +63,7 @@ registry.register(
             "sinks", "softcap", "capacity", "table of sequences", "scales from 2^-24 to 2^15",
         ),
         hot=True,
+        numeric_class="f16x2",
         pdl="waits",
     ),
     KernelSpec(
@@ -73,6 +75,7 @@ registry.register(
         tolerance=Tolerance("relative", 1e-5, "as attend_mma"),
         edges=("no chunk", "one chunk", "workspace too small", "sinks", "log-sum-exp"),
         hot=True,
+        numeric_class="f16x2",
         pdl="waits",
     ),
 )  # fmt: skip
