@@ -185,7 +185,7 @@ def render(kind: str, result: Result, shown: str) -> list[str]:
 
 def _caption(kind: str, result: Result, shown: str) -> str:
     about = result.environment
-    commit = str(about.get("commit") or "unknown commit")[:10]
+    commit = str(about.get("commit") or "not noted")[:10]
     edited = " with edits" if about.get("dirty") else ""
     words = " ".join(str(word) for word in about.get("command", []))
     groups = {row.group for row in result.group(kind)} or {kind}
