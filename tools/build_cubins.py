@@ -2,6 +2,10 @@
 
 OUT is a folder or a ``.zip`` file. A process with ``MEMRA_CUBINS=OUT`` (or
 ``memra_lowlevel.compile.aot.use(OUT)``) then needs no NVRTC for these kernels.
+
+``--recorded FOLDER`` compiles what processes with ``MEMRA_RECORD_JOBS=FOLDER`` asked for (see
+tools/record_jobs.py) instead of what is registered. Jobs that do not compile, such as those of
+tests of errors, are named and left out.
 """
 
 from __future__ import annotations
@@ -10,9 +14,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from memra_lowlevel.compile import DEFAULT_ARCHS, aot
+from memra_lowlevel.compile import DEFAULT_ARCHS, Job, aot, compile_many, recorded
 from memra_lowlevel.debug.compile_table import jobs
-from memra_lowlevel.errors import MemraError
+from memra_lowlevel.errors import CompileError, MemraError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "and compute_120 for what comes later)",
     )
     parser.add_argument("--kernel", action="append", default=[], metavar="NAME")
+    parser.add_argument("--recorded", action="append", default=[], metavar="FOLDER")
     parser.add_argument("--workers", type=int)
     parser.add_argument("--verify", action="store_true", help="only check an existing store")
     args = parser.parse_args(argv)
@@ -38,12 +43,27 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{file}: {problem}", file=sys.stderr)
             print(f"{store}: {len(problems)} damaged")
             return 1 if problems else 0
-        wanted = jobs(args.arch or [*DEFAULT_ARCHS, "compute_120"], args.kernel)
+        archs = args.arch or [*DEFAULT_ARCHS, "compute_120"]
+        if args.recorded:
+            wanted = compiling([job for f in args.recorded for job in recorded.load(f, archs)],
+                               args.workers)  # fmt: skip
+        else:
+            wanted = jobs(archs, args.kernel)
         print(aot.build(args.out, wanted, workers=args.workers))
     except MemraError as error:
         print(f"build_cubins: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def compiling(noted: Sequence[Job], workers: int | None) -> list[Job]:
+    """Give the jobs that compile, each only where no other one covers it; name the rest."""
+    chosen = recorded.covering(noted)
+    images = compile_many(chosen, workers=workers)
+    for image in images:
+        if isinstance(image, CompileError):
+            print(f"left out: {str(image).splitlines()[0]}", file=sys.stderr)
+    return [j for j, i in zip(chosen, images, strict=True) if not isinstance(i, CompileError)]
 
 
 if __name__ == "__main__":

@@ -105,9 +105,10 @@ class CubinStore:
 
         The ladder is the compiler's: exact, an older member of the family, PTX.
         """
+        # Of several that have the names, the smallest is loaded.
         fitting = {
             r.arch: r
-            for r in self.records
+            for r in sorted(self.records, key=lambda r: -len(r.names))
             if r.closure == closure.digest
             and r.flags == tuple(flags)
             and set(names) <= set(r.names)

@@ -19,7 +19,7 @@ from .. import expect
 from ..errors import CompileError, Diagnostic
 from . import arch as archs
 from . import cubin as cubins
-from . import logs, nvrtc, signature
+from . import logs, nvrtc, recorded, signature
 from . import source as sources
 from .cache import FORMAT_VERSION, KernelCache, default_cache
 from .image import CompiledImage
@@ -201,6 +201,7 @@ def _compile(
         raise expect.refusal("compile: defines", defines, "a mapping of names to values")
     names = tuple(dict.fromkeys(_texts("name_expressions", name_expressions)))
     folders = _texts("include_dirs", include_dirs)
+    recorded.note(Job(text, arch, names, defines, folders, name, chosen))
     closure = sources.read(text, name=name, include_dirs=folders)
     if arch == archs.HOST:
         return _compile_host(text, closure, names, defines, folders, chosen)

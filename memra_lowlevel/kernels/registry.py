@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..compile import CompiledImage, Job, compile_many, cuda_src_root
+from ..compile import CompiledImage, Job, compile_many, cuda_src_root, recorded
 from ..errors import ArgumentError, CompileError
 
 if TYPE_CHECKING:
@@ -186,6 +186,7 @@ def kernels(device: Device, wanted: Sequence[tuple[str, Instance]]) -> list[Kern
     keys = [(__name__, s.source, s.expression(**template)) for s, template in pairs]
     missing = [key for key in dict.fromkeys(keys) if key not in memo]
     if missing:
+        _note(device.arch, keys)
         with _lock:
             _load(device, [key for key in missing if key not in memo])
     return [memo[key] for key in keys]
@@ -214,6 +215,7 @@ def preload(
     """
     chosen = specs if specs is not None else all_specs()
     keys = dict.fromkeys((__name__, s.source, name) for s in chosen for name in s.expressions)
+    _note(device.arch, keys)
     with _lock:
         return _load(device, [key for key in keys if key not in device.memo], workers)
 
@@ -236,6 +238,15 @@ def oracle(name: str) -> Callable[..., Any]:
     module, _, function = spec(name).oracle.partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return found
+
+
+def _note(arch: str, keys: Iterable[tuple[str, str, str]]) -> None:
+    """Note the whole request, of which another process may lack another part."""
+    by_source: dict[str, list[str]] = {}
+    for _, source, name in keys:
+        by_source.setdefault(source, []).append(name)
+    for source, names in by_source.items():
+        recorded.note(Job(cuda_src_root() / source, arch, _templates(names)))
 
 
 def _load(device: Device, keys: Iterable[tuple[str, str, str]], workers: int | None = None) -> int:
