@@ -41,9 +41,14 @@ def measure_launch(run: Run) -> None:
     baseline = _C_LAUNCH if plan._plan is not None else None
 
     def add(
-        what: str, call: Callable[[], Any], per: int = 1, goal: float | None = None, **more: Any
+        what: str,
+        call: Callable[..., Any],
+        *words: Any,
+        per: int = 1,
+        goal: float | None = None,
+        **more: Any,
     ) -> Row:
-        samples = host_us(call, stream.sync, max(1, n_calls // per), n_samples)
+        samples = host_us(call, stream.sync, max(1, n_calls // per), n_samples, words)
         return run.add(
             Row(
                 what, "us", [s / per for s in samples], work="launch", baseline=baseline,
@@ -56,16 +61,15 @@ def measure_launch(run: Run) -> None:
         lib, cell = native.lib, stream.cell
         raw, baseline = baseline, None
         c_us = add(
-            _C_LAUNCH, lambda: lib.mll_bare_launches(plan._plan, cell, n_calls), n_calls, peer="C"
+            _C_LAUNCH, lib.mll_bare_launches, plan._plan, cell, n_calls, per=n_calls, peer="C"
         ).median
         baseline = raw
     else:
         run.notes.append("C: the compiled launch path is missing, so nothing to compare with")
     goal = None if c_us is None else round(1.05 * c_us, 3)
-    add("launch, prepared", lambda: plan.launch(stream), goal=goal)
-    add("launch, new arguments", lambda: launch(stream, config, kernel, *arguments))
-    many = [plan] * _BATCH
-    add("launch, many at once", lambda: launch_many(stream, many), _BATCH, goal=goal)
+    add("launch, prepared", plan.launch, stream, goal=goal)
+    add("launch, new arguments", launch, stream, config, kernel, *arguments)
+    add("launch, many at once", launch_many, stream, [plan] * _BATCH, per=_BATCH, goal=goal)
     _overhead(run)
     if run.peers and device.kind == "cuda":
         from .peers import launch_rows
@@ -99,26 +103,25 @@ def measure_replay(run: Run, n_nodes: int = N_NODES) -> None:
         if has_c:
             lib, cell, exe = native.lib, stream.cell, step._cell
 
-            def c_many() -> None:
-                lib.mll_bare_graph_launches(exe, cell, n_calls)
-
             def c_both() -> None:
                 lib.mll_bare_graph_launches(exe, cell, 1)
                 stream.sync()
 
-            samples = [s / n_calls for s in host_us(c_many, stream.sync, 1, n_samples)]
+            bare = lib.mll_bare_graph_launches
+            samples = host_us(bare, stream.sync, 1, n_samples, (exe, cell, n_calls))
+            samples = [s / n_calls for s in samples]
             run.add(Row(_C_REPLAY, "us", samples, peer="C", work="replay"))
             samples = host_us(c_both, _nothing, n_calls, n_samples)
             run.add(Row(f"{_C_REPLAY} + sync", "us", samples, peer="C", work="replay + sync"))
         medians = {row.what: row.median for row in run.rows if has_c}
-        for work, call, settle, factor, more in (
-            ("replay", lambda: step.launch(stream), stream.sync, 1.0, 0.1),
-            ("replay + sync", both, _nothing, 1.03, 0.0),
+        for work, call, words, settle, factor, more in (
+            ("replay", step.launch, (stream,), stream.sync, 1.0, 0.1),
+            ("replay + sync", both, (), _nothing, 1.03, 0.0),
         ):
             c_row = work.replace("replay", _C_REPLAY) if has_c else None
             run.add(
                 Row(
-                    work, "us", host_us(call, settle, n_calls, n_samples), baseline=c_row,
+                    work, "us", host_us(call, settle, n_calls, n_samples, words), baseline=c_row,
                     goal=None if c_row is None else round(factor * medians[c_row] + more, 3),
                 )
             )  # fmt: skip

@@ -37,10 +37,12 @@ SOURCE = f'extern "C" __global__ void peer_read{_PARAMETERS}'
 def launch_rows(run: Run, kernel: Any, source: Any, out: Any, baseline: str | None) -> None:
     """Time one launch of the same small kernel through every library that is here."""
 
-    def add(peer: str, how: str, call: Callable[[], Any], settle: Callable[[], Any]) -> None:
-        call()
+    def add(
+        peer: str, how: str, settle: Callable[[], Any], call: Callable[..., Any], *words: Any
+    ) -> None:
+        call(*words)
         settle()
-        samples = host_us(call, settle, n_calls=N_CALLS)
+        samples = host_us(call, settle, N_CALLS, args=words)
         what = f"launch, {how}"
         run.add(Row(what, "us", samples, peer=peer, work="launch", baseline=baseline))
 
@@ -60,17 +62,17 @@ def replay_rows(
         ("cuda.bindings", _chain_bindings), ("CuPy", _chain_cupy), ("torch", _chain_torch),
     ):  # fmt: skip
         with run.guard(name):
-            replay, settle = probe(run, kernel, source, out, n_nodes)
+            replay, settle, *words = probe(run, kernel, source, out, n_nodes)
 
-            def both(replay: Any = replay, settle: Any = settle) -> None:
-                replay()
+            def both(replay: Any = replay, settle: Any = settle, words: Any = words) -> None:
+                replay(*words)
                 settle()
 
-            for work, call, after in (
-                ("replay", replay, settle), ("replay + sync", both, lambda: None),
+            for work, call, after, given in (
+                ("replay", replay, settle, words), ("replay + sync", both, lambda: None, ()),
             ):  # fmt: skip
                 against = baseline and baseline + work.removeprefix("replay")
-                samples = host_us(call, after, _N_REPLAYS)
+                samples = host_us(call, after, _N_REPLAYS, args=given)
                 what = f"{work}, {name}"
                 run.add(Row(what, "us", samples, peer=name, work=work, baseline=against))
 
@@ -95,16 +97,11 @@ def attend_rows(run: Run, case: Case) -> None:
 # -- launches -------------------------------------------------------------------------------------
 def _launch_bindings(run: Run, add: Any, kernel: Any, source: Any, out: Any) -> None:
     cuda, func, handle, address, keep, values, types = _bound(run, kernel, source, out)
-    add(
-        "cuda.bindings", "cuda.bindings, prebuilt pointers",
-        lambda: cuda.cuLaunchKernel(func, 1, 1, 1, 32, 1, 1, 0, handle, address, 0),
-        run.stream.sync,
-    )  # fmt: skip
-    add(
-        "cuda.bindings", "cuda.bindings, tuples",
-        lambda: cuda.cuLaunchKernel(func, 1, 1, 1, 32, 1, 1, 0, handle, (values, types), 0),
-        run.stream.sync,
-    )  # fmt: skip
+    for how, given in (("prebuilt pointers", address), ("tuples", (values, types))):
+        add(
+            "cuda.bindings", f"cuda.bindings, {how}", run.stream.sync,
+            cuda.cuLaunchKernel, func, 1, 1, 1, 32, 1, 1, 0, handle, given, 0,
+        )  # fmt: skip
     del keep
 
 
@@ -131,16 +128,14 @@ def _launch_core(run: Run, add: Any, kernel: Any, source: Any, out: Any) -> None
     code = program(SOURCE, "c++", core.ProgramOptions(arch=f"sm_{unit.arch}")).compile("cubin")
     theirs, config = code.get_kernel("peer_read"), core.LaunchConfig(grid=1, block=32)
     words = (source.ptr, np.uint64(0), np.uint32(1), out.ptr)
-    add("cuda.core", "cuda.core", lambda: core.launch(queue, config, theirs, *words), queue.sync)
+    add("cuda.core", "cuda.core", queue.sync, core.launch, queue, config, theirs, *words)
 
 
 def _launch_cupy(run: Run, add: Any, kernel: Any, source: Any, out: Any) -> None:
     cupy = importlib.import_module("cupy")
     raw, words = _cupy_kernel(cupy)
-    add(
-        "CuPy", "CuPy RawKernel", lambda: raw((1,), (32,), words),
-        cupy.cuda.get_current_stream().synchronize,
-    )  # fmt: skip
+    settle = cupy.cuda.get_current_stream().synchronize
+    add("CuPy", "CuPy RawKernel", settle, raw, (1,), (32,), words)
 
 
 def _cupy_kernel(cupy: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -152,17 +147,17 @@ def _cupy_kernel(cupy: Any) -> tuple[Any, tuple[Any, ...]]:
 def _launch_torch(run: Run, add: Any, kernel: Any, source: Any, out: Any) -> None:
     torch = importlib.import_module("torch")
     x = torch.zeros(32, device="cuda")
-    add("torch", "torch add_", lambda: x.add_(1.0), torch.cuda.synchronize)
+    add("torch", "torch add_", torch.cuda.synchronize, x.add_, 1.0)
 
 
 def _launch_triton(run: Run, add: Any, kernel: Any, source: Any, out: Any) -> None:
     torch = importlib.import_module("torch")
     theirs = importlib.import_module("memra_lowlevel.bench.peer_triton").touch
     x, y = (torch.zeros(32, device="cuda", dtype=torch.int32) for _ in range(2))
-    add("Triton", "Triton jit", lambda: theirs[(1,)](x, y, 0, 1), torch.cuda.synchronize)
+    settle = torch.cuda.synchronize
+    add("Triton", "Triton jit", settle, theirs[(1,)], x, y, 0, 1)
     compiled = theirs[(1,)](x, y, 0, 1)
-    handle = compiled[(1, 1, 1)]
-    add("Triton", "Triton handle", lambda: handle(x, y, 0, 1), torch.cuda.synchronize)
+    add("Triton", "Triton handle", settle, compiled[(1, 1, 1)], x, y, 0, 1)
 
 
 def _launch_numba(run: Run, add: Any, kernel: Any, source: Any, out: Any) -> None:
@@ -176,11 +171,11 @@ def _launch_numba(run: Run, add: Any, kernel: Any, source: Any, out: Any) -> Non
     theirs = cuda.jit(touch)
     a, b = cuda.device_array(32, np.uint32), cuda.device_array(32, np.uint32)
     n, never = np.uint64(0), np.uint32(1)
-    add("numba-cuda", "numba-cuda", lambda: theirs[1, 32](a, n, never, b), cuda.synchronize)
+    add("numba-cuda", "numba-cuda", cuda.synchronize, theirs[1, 32], a, n, never, b)
 
 
 # -- replays --------------------------------------------------------------------------------------
-def _chain_bindings(run: Run, kernel: Any, source: Any, out: Any, n_nodes: int) -> tuple[Any, Any]:
+def _chain_bindings(run: Run, kernel: Any, source: Any, out: Any, n_nodes: int) -> tuple[Any, ...]:
     cuda, func, handle, address, keep, _, _ = _bound(run, kernel, source, out)
     mode = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
@@ -196,10 +191,10 @@ def _chain_bindings(run: Run, kernel: Any, source: Any, out: Any, n_nodes: int) 
     step = checked(cuda.cuGraphInstantiate(graph, 0))
     checked(cuda.cuGraphUpload(step, handle))
     del keep  # a graph holds the values of its parameters
-    return lambda: cuda.cuGraphLaunch(step, handle), lambda: cuda.cuStreamSynchronize(handle)
+    return cuda.cuGraphLaunch, lambda: cuda.cuStreamSynchronize(handle), step, handle
 
 
-def _chain_cupy(run: Run, kernel: Any, source: Any, out: Any, n_nodes: int) -> tuple[Any, Any]:
+def _chain_cupy(run: Run, kernel: Any, source: Any, out: Any, n_nodes: int) -> tuple[Any, ...]:
     cupy = importlib.import_module("cupy")
     raw, words = _cupy_kernel(cupy)
     queue = cupy.cuda.Stream(non_blocking=True)
@@ -210,10 +205,10 @@ def _chain_cupy(run: Run, kernel: Any, source: Any, out: Any, n_nodes: int) -> t
         for _ in range(n_nodes):
             raw((1,), (32,), words)
         graph = queue.end_capture()
-    return lambda: graph.launch(queue), queue.synchronize
+    return graph.launch, queue.synchronize, queue
 
 
-def _chain_torch(run: Run, kernel: Any, source: Any, out: Any, n_nodes: int) -> tuple[Any, Any]:
+def _chain_torch(run: Run, kernel: Any, source: Any, out: Any, n_nodes: int) -> tuple[Any, ...]:
     torch = importlib.import_module("torch")
     x = torch.zeros(32, device="cuda")
     x.add_(1.0)

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CompileError
+from ..errors import ArchUnsupported, CompileError
 from . import source as sources
-from .arch import HOST
+from .arch import HOST, parse
 from .options import CompileOptions, define_flags
 
 if TYPE_CHECKING:
@@ -40,9 +40,11 @@ def note(job: Job) -> None:
     if not folder:
         return
     try:
+        if job.arch != HOST:
+            parse(job.arch)
         line = json.dumps(_entry(job), sort_keys=True)
-    except (OSError, UnicodeDecodeError):
-        return  # the compilation will say what is wrong with the file
+    except (OSError, UnicodeDecodeError, ArchUnsupported):
+        return  # the compilation will say what is wrong
     path = Path(folder)
     with _guard:
         if line in _noted:

@@ -331,7 +331,7 @@ class _CompiledExec(native.Exec, GraphExec):  # type: ignore[misc]
         assert gate is not None
         cell = self._cell = native.cell_of(self, "mll_exec")
         cell.device, cell.exec = gate.cell, native.ffi.cast("void *", self.handle)
-        cell.id = gate.number(self.name, self.where)
+        cell.id, cell.weight = gate.number(self.name, self.where), len(self._nodes)
         self._load_effects()
 
     def _launch_code(self, stream: Stream, code: int) -> None:

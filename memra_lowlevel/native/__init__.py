@@ -25,7 +25,7 @@ try:
 except ImportError as error:
     _reason = f"memra_lowlevel.native._launch was not built ({error})"
 
-_VERSION = 5
+_VERSION = 6
 if lib is not None and getattr(lib, "MLL_VERSION", 0) != _VERSION:
     _reason = "memra_lowlevel.native._launch is older than the sources; build it again"
     ffi = lib = None
@@ -125,6 +125,11 @@ class Gate:
         }
 
     @property
+    def n_unlocked(self) -> int:
+        """Launches around which the interpreter lock was given away."""
+        return int(self.cell.n_unlocked)
+
+    @property
     def n_refused(self) -> int:
         """Launches that the compiled path handed back to Python."""
         return int(self.cell.n_refused)
@@ -150,8 +155,19 @@ class Gate:
         self.cell.closed = 1
 
 
-def StreamCell(gate: Gate, handle: int) -> Any:
-    """Record of a stream for the compiled path."""
+def StreamCell(gate: Gate, handle: int, *, shared: bool = False) -> Any:
+    """Record of a stream for the compiled path; ``shared`` where others put work on it too."""
     cell = ffi.new("mll_stream *")
-    cell.handle, cell.device = ffi.cast("void *", handle), gate.cell
+    cell.handle, cell.device, cell.shared = ffi.cast("void *", handle), gate.cell, shared
     return cell
+
+
+def issued(cell: Any) -> int:
+    """Weight of all launches so far through the compiled path on a stream."""
+    return 0 if cell is None else int(cell.issued)
+
+
+def note_seen(cell: Any, mark: int) -> None:
+    """Tell the compiled path that everything up to ``mark`` of :func:`issued` is done."""
+    if cell is not None and mark > cell.seen:
+        cell.seen = mark

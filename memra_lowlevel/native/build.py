@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ if __name__ == "__main__":
 
     with tempfile.TemporaryDirectory() as build:
         built = Path(ffibuilder.compile(tmpdir=build, verbose=False))
-        target = HERE / built.name
-        target.write_bytes(built.read_bytes())
+        target, scratch = HERE / built.name, HERE / f".{built.name}.{os.getpid()}.tmp"
+        scratch.write_bytes(built.read_bytes())
+        os.replace(scratch, target)  # a running process keeps the module that it has mapped
         print(target)

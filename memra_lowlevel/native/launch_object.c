@@ -2,8 +2,12 @@
  *
  * A Python method around a call through cffi costs more than twice as much as the checks and the
  * trace. PreparedLaunch and GraphExec inherit `launch` from these types instead; it calls their
- * `_launch_code(stream, code)` for everything that is not the common case. The interpreter lock is
- * given away around the driver call, which blocks when the device's queue is full.
+ * `_launch_code(stream, code)` for everything that is not the common case.
+ *
+ * The driver call blocks when the device's queue is full, and then others must be able to run, so
+ * the interpreter lock is given away around it. That costs more than all checks together, so it is
+ * kept while so little was launched since the stream was last waited for that the queue cannot be
+ * full.
  */
 typedef struct {
     PyObject_HEAD
@@ -12,6 +16,21 @@ typedef struct {
         mll_exec exec;
     } u;
 } mll_object;
+
+static PyTypeObject *plan_type;
+
+/* Runs `code = call;` with the interpreter lock or without it. */
+#define LAUNCH(stream, weight, call)                                                                \
+    do {                                                                                           \
+        if (__builtin_expect(mll_has_room(stream, weight), 1)) {                                   \
+            code = call;                                                                           \
+        } else {                                                                                   \
+            (stream)->device->n_unlocked++;                                                        \
+            Py_BEGIN_ALLOW_THREADS                                                                 \
+            code = call;                                                                           \
+            Py_END_ALLOW_THREADS                                                                   \
+        }                                                                                          \
+    } while (0)
 
 static PyObject *object_result(PyObject *self, PyObject *stream, int code)
 {
@@ -24,11 +43,8 @@ static PyObject *plan_launch(PyObject *self, PyObject *stream)
 {
     mll_plan *p = &((mll_object *)self)->u.plan;
     int code = MLL_SLOW;
-    if (stream == p->bound_object && p->device != NULL) {
-        Py_BEGIN_ALLOW_THREADS
-        code = mll_launch(p);
-        Py_END_ALLOW_THREADS
-    }
+    if (stream == p->bound_object && p->device != NULL)
+        LAUNCH(p->bound, 1, mll_launch(p));
     return object_result(self, stream, code);
 }
 
@@ -36,16 +52,54 @@ static PyObject *exec_launch(PyObject *self, PyObject *stream)
 {
     mll_exec *x = &((mll_object *)self)->u.exec;
     int code = MLL_SLOW;
-    if (stream == x->bound_object && x->device != NULL && !x->has_checks) {
-        Py_BEGIN_ALLOW_THREADS
-        code = mll_graph_launch(x);
-        Py_END_ALLOW_THREADS
-    }
+    if (stream == x->bound_object && x->device != NULL && !x->has_checks)
+        LAUNCH(x->bound, x->weight, mll_graph_launch(x));
     return object_result(self, stream, code);
+}
+
+/* launch_all(stream, plans): None, or (code, index) where Python must go on. */
+static PyObject *plan_launch_all(PyObject *type, PyObject *args)
+{
+    PyObject *stream, *given, *tuple;
+    mll_plan *few[64], **plans = few;
+    mll_stream *bound = NULL;
+    uint32_t done = 0;
+    int code = MLL_SLOW;
+    (void)type;
+    if (!PyArg_ParseTuple(args, "OO", &stream, &given))
+        return NULL;
+    if (!PyTuple_Check(given) && !PyList_Check(given))
+        return Py_BuildValue("iI", code, done);
+    tuple = PySequence_Tuple(given); /* keeps the plans alive while others run */
+    if (tuple == NULL)
+        return NULL;
+    Py_ssize_t n = PyTuple_Size(tuple), i = 0;
+    if (n > 64 && (plans = malloc((size_t)n * sizeof *plans)) == NULL) {
+        Py_DECREF(tuple);
+        return PyErr_NoMemory();
+    }
+    for (; i < n; i++) {
+        PyObject *item = PyTuple_GetItem(tuple, i);
+        if (!PyObject_TypeCheck(item, plan_type))
+            break;
+        plans[i] = &((mll_object *)item)->u.plan;
+        if (plans[i]->bound_object != stream || plans[i]->device == NULL)
+            break;
+        bound = plans[i]->bound;
+    }
+    if (i == n && n > 0 && n <= UINT32_MAX)
+        LAUNCH(bound, (uint64_t)n, mll_launch_many(plans, (uint32_t)n, bound, &done));
+    if (plans != few)
+        free(plans);
+    Py_DECREF(tuple);
+    if (__builtin_expect(code == MLL_OK, 1))
+        Py_RETURN_NONE;
+    return Py_BuildValue("iI", code, done);
 }
 
 static PyMethodDef plan_methods[] = {
     {"launch", plan_launch, METH_O, "Launch on ``stream``, with the parameters as they are now."},
+    {"launch_all", plan_launch_all, METH_VARARGS | METH_STATIC, "Launch several plans in order."},
     {NULL, NULL, 0, NULL},
 };
 static PyMethodDef exec_methods[] = {
@@ -65,6 +119,8 @@ uintptr_t mll_object_type(int graph)
     PyObject *type = PyType_FromSpec(&spec);
     if (type == NULL)
         PyErr_Clear();
+    else if (!graph)
+        plan_type = (PyTypeObject *)type;
     PyGILState_Release(state);
     return (uintptr_t)type;
 }

@@ -1,5 +1,5 @@
-/* The prepared launch path; see launch_path.h. No Python object is touched here and the caller has
- * released the interpreter lock, so shared counts are atomic and plans are read-only. */
+/* The prepared launch path; see launch_path.h. No Python object is touched here and the caller may
+ * have released the interpreter lock, so shared counts are atomic and plans are read-only. */
 #include "launch_path.h"
 
 #include <time.h>
@@ -29,14 +29,26 @@ uint64_t mll_raw(void)
 #endif
 }
 
-static inline void trace(mll_device *d, uint32_t id, uint32_t call, const mll_stream *s)
+/* A time stamp costs as much as all checks, so the launches of a batch share one. */
+static inline void trace(mll_device *d, uint32_t id, uint32_t call, const mll_stream *s,
+                         uint64_t raw)
 {
     uint64_t i = __atomic_fetch_add(&d->next, 1, __ATOMIC_RELAXED);
     mll_entry *e = &d->ring[i & d->mask];
-    e->raw = mll_raw();
+    e->raw = raw;
     e->stream = (uint64_t)(uintptr_t)s->handle;
     e->plan = id;
     e->call = call;
+}
+
+static inline void issue(mll_stream *s, uint64_t weight)
+{
+    __atomic_fetch_add(&s->issued, weight, __ATOMIC_RELAXED);
+}
+
+int mll_has_room(const mll_stream *s, uint64_t weight)
+{
+    return !s->shared && s->issued + weight - s->seen <= MLL_KEEP;
 }
 
 static int refuse(mll_device *d, int code)
@@ -69,7 +81,8 @@ int mll_launch(mll_plan *p)
     int code = check(d, s, p->dead);
     if (code)
         return code;
-    trace(d, p->id, 0, s);
+    trace(d, p->id, 0, s, mll_raw());
+    issue(s, 1);
     return d->launch(p->func, p->grid[0], p->grid[1], p->grid[2], p->block[0], p->block[1],
                      p->block[2], p->shared_bytes, s->handle, p->params, NULL);
 }
@@ -88,10 +101,12 @@ int mll_launch_many(mll_plan **plans, uint32_t n, mll_stream *s, uint32_t *done)
             return code;
         }
     }
+    issue(s, n);
+    uint64_t raw = mll_raw();
     for (uint32_t i = 0; i < n; i++) {
         mll_plan *p = plans[i];
         mll_device *d = p->device;
-        trace(d, p->id, 0, s);
+        trace(d, p->id, 0, s, raw);
         int code = d->launch(p->func, p->grid[0], p->grid[1], p->grid[2], p->block[0],
                              p->block[1], p->block[2], p->shared_bytes, s->handle, p->params, NULL);
         *done = i;
@@ -111,7 +126,8 @@ int mll_launch_site(mll_site *t, mll_stream *s, const char *block)
         return code;
     for (uint32_t i = 0; i < t->n_params; i++)
         params[i] = (void *)(block + t->offsets[i]);
-    trace(d, t->id, 0, s);
+    trace(d, t->id, 0, s, mll_raw());
+    issue(s, 1);
     return d->launch(t->func, t->grid[0], t->grid[1], t->grid[2], t->block[0], t->block[1],
                      t->block[2], t->shared_bytes, s->handle, params, NULL);
 }
@@ -149,7 +165,8 @@ int mll_graph_launch(mll_exec *x)
     for (uint32_t i = 0; i < x->n_effects; i++)
         if (!has_room(&x->effects[i]))
             return refuse(d, MLL_ROOM);
-    trace(d, x->id, 1, s);
+    trace(d, x->id, 1, s, mll_raw());
+    issue(s, x->weight);
     __atomic_fetch_add(&d->n_graph_launches, 1, __ATOMIC_RELAXED);
     code = d->graph_launch(x->exec, s->handle);
     if (code == 0) {
@@ -178,13 +195,34 @@ int mll_bare_graph_launches(mll_exec *exec, mll_stream *stream, uint32_t n)
     return code;
 }
 
+double mll_stamp_ns(uint32_t n)
+{
+    struct timespec begin, end;
+    volatile uint64_t last;
+    clock_gettime(CLOCK_MONOTONIC, &begin);
+    for (uint32_t i = 0; i < n; ++i)
+        last = mll_raw();
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    (void)last;
+    return ((double)(end.tv_sec - begin.tv_sec) * 1e9 + (double)(end.tv_nsec - begin.tv_nsec)) / n;
+}
+
 mll_stub mll_stub_state;
+
+static void stub_block(void)
+{
+    unsigned ms = mll_stub_state.block_ms;
+    struct timespec t = {ms / 1000, (long)(ms % 1000) * 1000000};
+    if (ms)
+        nanosleep(&t, NULL);
+}
 
 static int stub_launch(void *func, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
                        unsigned bz, unsigned shared_bytes, void *stream, void **params, void **extra)
 {
     mll_stub *s = &mll_stub_state;
     (void)extra;
+    stub_block();
     s->n_launches++;
     s->func = func;
     s->stream = stream;
@@ -198,6 +236,7 @@ static int stub_launch(void *func, unsigned gx, unsigned gy, unsigned gz, unsign
 
 static int stub_graph_launch(void *exec, void *stream)
 {
+    stub_block();
     mll_stub_state.n_graph_launches++;
     mll_stub_state.exec = exec;
     mll_stub_state.stream = stream;

@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 /* Raised with every change of the structures, so that a stale build is noticed. */
-enum { MLL_VERSION = 5 };
+enum { MLL_VERSION = 6 };
 
 /* Answers below zero are ours, above zero the driver's. */
 enum {
@@ -40,15 +40,22 @@ typedef struct {
     uintptr_t ctx;
     uint64_t next; /* entries written to the ring so far: all launches of both kinds */
     uint64_t n_graph_launches, n_refused;
+    uint64_t n_unlocked; /* times that the interpreter lock was given away around a launch */
     uint64_t mask;
     mll_entry *ring;
     int32_t closed;
 } mll_device;
 
+/* Launches are counted by weight: one for a kernel, more for a graph. `issued - seen` is what may
+ * still be queued; while that is at most MLL_KEEP, a launch cannot find the queue full. */
+enum { MLL_KEEP = 256 };
+
 typedef struct {
     void *handle;
     mll_device *device;
     int32_t closed, recording;
+    uint64_t issued, seen; /* all so far, and those that somebody has waited for */
+    int32_t shared; /* others put work on it too: nobody knows how full its queue is */
 } mll_stream;
 
 typedef struct {
@@ -94,6 +101,7 @@ typedef struct {
     uint64_t n_done; /* launches that the driver accepted */
     void *bound_object;
     int32_t has_checks; /* Python must ask before each launch */
+    uint32_t weight; /* room in the queue that one launch may take, in kernels */
 } mll_exec;
 
 /* A driver that does nothing but note its arguments: for tests, and to measure our own cost. */
@@ -104,6 +112,7 @@ typedef struct {
     uint64_t n_params; /* to read; set by the test */
     uint64_t params[64]; /* first 8 bytes of each */
     int answer; /* result code to give */
+    unsigned block_ms; /* time that a call takes, as if the queue were full */
 } mll_stub;
 
 extern mll_stub mll_stub_state;
@@ -111,10 +120,12 @@ uintptr_t mll_stub_entry(int graph);
 
 void mll_note_context(uintptr_t ctx);
 uint64_t mll_raw(void);
+int mll_has_room(const mll_stream *stream, uint64_t weight);
 int mll_launch(mll_plan *plan);
 int mll_graph_launch(mll_exec *exec);
 /* Address of a Python type (a new reference) whose instances hold a plan, or an executable, and
- * have the method launch(stream); and of what an instance holds. See launch_object.c. */
+ * have the method launch(stream), and of plans launch_all(stream, plans); and of what an instance
+ * holds. See launch_object.c. */
 uintptr_t mll_object_type(int graph);
 uintptr_t mll_object_address(uintptr_t object);
 int mll_launch_many(mll_plan **plans, uint32_t n, mll_stream *stream, uint32_t *done);
@@ -123,5 +134,7 @@ int mll_launch_site(mll_site *site, mll_stream *stream, const char *block);
 /* The driver call alone, n times, as a C program would make it: the yardstick of the benchmark. */
 int mll_bare_launches(mll_plan *plan, mll_stream *stream, uint32_t n);
 int mll_bare_graph_launches(mll_exec *exec, mll_stream *stream, uint32_t n);
+/* Nanoseconds that one mll_raw() takes, of n in a row. */
+double mll_stamp_ns(uint32_t n);
 
 #endif

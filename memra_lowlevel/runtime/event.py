@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .. import expect
+from .. import expect, native
 from ..driver.trace import caller
 from ..errors import ArgumentError, CaptureForbidden
 from .lifetime import Owned
@@ -45,6 +45,8 @@ class Event(Owned):
         self._recording: Recording | None = None
         self._clock: dict[int, int] = {}
         self._recorded = False
+        # What the stream had been given when the event was last recorded on it.
+        self._mark: tuple[Any, int] = (None, 0)
 
         def reclaim() -> None:
             driver.cuEventDestroy(handle)
@@ -62,13 +64,19 @@ class Event(Owned):
         """Whether the work before the event is finished; an event never recorded is done."""
         self._check_free("cuEventQuery")
         self.context.ensure()
-        return self.context.driver.cuEventQuery(self.handle)
+        mark = self._mark
+        done = self.context.driver.cuEventQuery(self.handle)
+        if done:
+            native.note_seen(*mark)
+        return done
 
     def sync(self) -> None:
         """Block until the work before the event is finished."""
         self._check_free("cuEventSynchronize")
         self.context.ensure()
+        mark = self._mark
         self.context.driver.cuEventSynchronize(self.handle)
+        native.note_seen(*mark)
 
     def elapsed_ms(self, start: Event) -> float:
         """Milliseconds from ``start`` to this event; both with ``timing`` and both done."""
@@ -102,7 +110,9 @@ class Event(Owned):
         recording = stream.recording
         self._recorded = True
         self._recording = recording
-        if recording is not None:
+        if recording is None:
+            self._mark = (stream.cell, native.issued(stream.cell))
+        else:
             recording.keeps.add(self)
             recording.tick(stream)
             self._clock = recording.clock_of(stream)

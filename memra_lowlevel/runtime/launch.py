@@ -215,23 +215,19 @@ def launch_many(stream: Stream, prepared: Sequence[PreparedLaunch]) -> None:
 
     All are checked before the first is launched, so a refusal launches none.
     """
+    if native.lib is not None:
+        answer = native.Plan.launch_all(stream, prepared)
+        if answer is None:
+            return
+        code, done = answer
+        if code > 0:
+            kernel = prepared[done].kernel
+            raise driver_error(stream.context, code, "cuLaunchKernel", stream, kernel)
     expect_stream("launch_many", stream)
     if not isinstance(prepared, tuple | list):
         raise expect.refusal("launch_many", prepared, "a list of PreparedLaunch")
-    try:
-        plans = [p._plan for p in prepared]
-    except AttributeError:
-        wrong = next(p for p in prepared if not isinstance(p, PreparedLaunch))
-        raise expect.refusal("launch_many", wrong, "a list of PreparedLaunch") from None
-    if plans and not any(p is None for p in plans):
-        ffi, lib = native.ffi, native.lib
-        array, done = ffi.new("mll_plan *[]", plans), ffi.new("uint32_t *")
-        code = lib.mll_launch_many(array, len(plans), stream.cell, done)
-        if code == 0:
-            return
-        if code > 0:
-            kernel = prepared[done[0]].kernel
-            raise driver_error(stream.context, code, "cuLaunchKernel", stream, kernel)
+    for p in prepared:
+        expect.kind("launch_many", p, PreparedLaunch, "a list of PreparedLaunch")
     for p in prepared:
         p._site.check_stream(stream)
         if p._dead:

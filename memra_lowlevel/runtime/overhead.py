@@ -64,16 +64,17 @@ def stub_device(ordinal: int = 0) -> Iterator[Device]:
         context.drop_user()
 
 
-def launch_overhead(*, n: int = 1000, repeats: int = 200) -> dict[str, float]:
+def launch_overhead(*, n: int = 200, repeats: int = 200) -> dict[str, float]:
     """Nanoseconds per call, loop overhead removed: the best of many short runs.
 
     Returns
     -------
     dict
-        ``prepared`` (checked launch of a prepared plan), ``prepared_set`` (one parameter changed
-        before it), ``new_arguments`` (3 pointers, 1 int), ``new_arguments_11``, ``many`` (per
-        launch of a batch of 64), ``floor`` (a compiled call that does nothing), ``function``
-        (a Python function that does nothing).
+        ``prepared`` (checked launch of a prepared plan), ``prepared_unlocked`` (the same when so
+        much is queued that the interpreter lock is given away), ``prepared_set`` (one parameter
+        changed before it), ``new_arguments`` (3 pointers, 1 int), ``new_arguments_11``, ``many``
+        (per launch of a batch of 64), ``floor`` (a call through cffi that does nothing),
+        ``function`` (a Python function that does nothing), ``stamp`` (reading the time counter).
 
     Notes
     -----
@@ -101,7 +102,11 @@ def _measure(
     stream: Stream, four: Kernel, eleven: Kernel, buffers: list[Any], n: int, repeats: int
 ) -> dict[str, float]:
     config = LaunchConfig(4, 128)
-    plan = prepare(stream, config, four, *buffers, 1)
+    plan, far = (prepare(stream, config, four, *buffers, 1) for _ in range(2))
+    other = stream.device.stream(name="shared")
+    other.cell.shared = 1
+    for made, on in ((plan, stream), (far, other)):
+        made.launch(on)
     names = {
         "f": plan.launch, "s": stream, "p": plan, "launch": launch, "c": config, "four": four,
         "eleven": eleven, "a": buffers[0], "many": launch_many, "floor": native.lib.mll_stub_entry,
@@ -114,11 +119,13 @@ def _measure(
     names["nothing"] = nothing
 
     def best(statement: str, share: int = 1) -> float:
-        return best_ns(statement, names, max(1, n // share), repeats)
+        return best_ns(statement, names, max(1, n // share), repeats, "s.sync()")
 
     loop = best("pass")
-    return {
+    times = {
         "prepared": best("f(s)") - loop,
+        "prepared_unlocked": best_ns("f(s)", {**names, "s": other, "f": far.launch}, n, repeats)
+        - loop,
         "prepared_set": best("p.set(3, 7); f(s)", 8) - loop,
         "new_arguments": best("launch(s, c, four, a, a, a, 1)", 8) - loop,
         "new_arguments_11": best("launch(s, c, eleven, a, a, a, 1, 2, 3, 1.0, 2.0, 3, 4, 5)", 16)
@@ -126,9 +133,18 @@ def _measure(
         "many": (best("many(s, ps)", 64) - loop) / 64,
         "floor": best("floor(0)") - loop,
         "function": best("nothing(s)") - loop,
+        "stamp": native.lib.mll_stamp_ns(10000),
     }
+    other.close()
+    return times
 
 
-def best_ns(statement: str, names: dict[str, Any], n: int, repeats: int) -> float:
-    """Nanoseconds per execution of ``statement``: the best of ``repeats`` runs of ``n``."""
-    return min(timeit.Timer(statement, globals=names).repeat(repeats, n)) / n * 1e9
+def best_ns(
+    statement: str, names: dict[str, Any], n: int, repeats: int, before: str = "pass"
+) -> float:
+    """Nanoseconds per execution of ``statement``: the best of ``repeats`` runs of ``n``.
+
+    ``before`` is executed before each run and not timed: a stream that is waited for keeps the
+    launches of a run on the path that real programs are on.
+    """
+    return min(timeit.Timer(statement, before, globals=names).repeat(repeats, n)) / n * 1e9

@@ -61,8 +61,10 @@ class Stream(Owned):
         self.handle, self.priority = handle, priority
         self.recording: Recording | None = None
         self._owner = owner
-        cell = native.StreamCell(context.native, handle) if context.native is not None else None
-        self.cell = cell
+        gate = context.native
+        self.cell: Any = None
+        if gate is not None:
+            self.cell = native.StreamCell(gate, handle, shared=foreign is not None)
 
         alive = self.alive = [handle]
 
@@ -158,11 +160,13 @@ class Stream(Owned):
         # What was dropped before is given back behind its last work, so that it is free after.
         self.context.reap()
         self.context.ensure()
+        mark = native.issued(self.cell)
         try:
             self.context.driver.cuStreamSynchronize(self.handle)
         except Exception as error:
             self.context.note_error(error)
             raise
+        native.note_seen(self.cell, mark)
         self.context.poll()
 
     def done(self) -> bool:
@@ -170,7 +174,11 @@ class Stream(Owned):
         self._check_open()
         forbid("cuStreamQuery", stream=self)
         self.context.ensure()
-        return self.context.driver.cuStreamQuery(self.handle)
+        mark = native.issued(self.cell)
+        done = self.context.driver.cuStreamQuery(self.handle)
+        if done:
+            native.note_seen(self.cell, mark)
+        return done
 
     # -- capture ----------------------------------------------------------------------------------
     def capture(
@@ -199,6 +207,8 @@ class Stream(Owned):
                 got="host",
             )
         self._check_open()
+        if self.cell is not None:
+            self.cell.shared = 1
         return 0, self.handle
 
     # -- for the library --------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from memra_lowlevel.compile import (
     nvrtc,
     recorded,
 )
-from memra_lowlevel.errors import CompileError, HeaderNotFound
+from memra_lowlevel.errors import ArchUnsupported, CompileError, HeaderNotFound
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ["scale<32, float>", "scale<64, float>"]
@@ -58,7 +58,9 @@ def test_each_request_is_noted_once_whatever_answers_it(notes: Path, sample: str
         compile_source('#include "nowhere.cuh"\n', arch="host")
     with pytest.raises(CompileError):
         compile_file("/nowhere/x.cu", arch="sm_90")
-    assert len(lines(notes)) == 3  # a file that cannot be read is no job
+    with pytest.raises(ArchUnsupported):
+        compile_file("kv/counters.cu", arch="x")
+    assert len(lines(notes)) == 3  # an unknown architecture or a file that cannot be read is no job
 
 
 def test_nothing_is_noted_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
