@@ -51,15 +51,16 @@ __device__ __forceinline__ KeyRange key_range(const RowView& view, int32_t windo
 // do not depend on the length, the window, the base, the rows of a launch or the device. They widen
 // with the position, which keeps the partial results of a long context few.
 //   keys [0, 8192): 128 each   [8192, 65536): 256 each   from 65536 on: 1024 each
-__device__ __forceinline__ int32_t chunk_of(int64_t key) {
-    if (key < 8192) return int32_t(key / 128);
-    if (key < 65536) return int32_t(64 + (key - 8192) / 256);
-    return int32_t(288 + (key - 65536) / 1024);
+__device__ __forceinline__ int32_t chunk_of(int64_t position) {
+    const uint32_t key = uint32_t(position);  // lengths are i32
+    const uint32_t shift = key < 8192 ? 7 : key < 65536 ? 8 : 10;
+    const uint32_t before = key < 8192 ? 0 : key < 65536 ? 32 : 224;
+    return int32_t(before + (key >> shift));
 }
 __device__ __forceinline__ int64_t chunk_begin(int32_t chunk) {
-    if (chunk < 64) return int64_t(chunk) * 128;
-    if (chunk < 288) return 8192 + int64_t(chunk - 64) * 256;
-    return 65536 + int64_t(chunk - 288) * 1024;
+    const uint32_t shift = chunk < 64 ? 7 : chunk < 288 ? 8 : 10;
+    const uint32_t before = chunk < 64 ? 0 : chunk < 288 ? 32 : 224;
+    return int64_t((uint32_t(chunk) - before) << shift);
 }
 
 // Chunks [first, last) that hold the keys of a range.

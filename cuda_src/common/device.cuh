@@ -42,5 +42,15 @@ typedef unsigned long long uintptr_t;
 #define INF_F32 __int_as_float(0x7f800000)
 #define NAN_F32 __int_as_float(0x7fffffff)
 
+// The same pointer, known to point to global memory: of one that was itself read from memory the compiler
+// cannot tell, and generic loads are slower.
+template <class T>
+__device__ __forceinline__ T* global_pointer(T* p) {
+#if MEMRA_CUDA
+    __builtin_assume(__isGlobal(p));
+#endif
+    return p;
+}
+
 constexpr int WARP_LANES = 32;
 constexpr unsigned FULL_MASK = 0xffffffffu;

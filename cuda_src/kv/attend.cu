@@ -3,19 +3,31 @@
 // A thread block owns one kv head and up to QT queries (a query = one row of one query head of the
 // group), and walks chunks of keys. A chunk is cut into tiles of keys; each tile of K, then of V, is
 // decoded once into shared memory for all queries. Every chunk leaves a maximum, a sum of weights
-// and a weighted sum of V; attend_combine joins the chunks of a row in a fixed order.
+// and a weighted sum of V. The chunks of a row are joined in a fixed order: with tickets by the block
+// that finishes last, else by attend_combine.
 //
 // No result depends on anything but the row's own keys: tiles and chunks lie at absolute positions,
 // keys outside a row's range are left out of its sums (not multiplied by 0, so a NaN there stays
 // there), and the order of every sum is fixed. A row therefore gets the same bits alone and among
 // others, on a ring and on a flat plane, with a window and with the other keys masked.
+//
+// A short context lasts about as long as its code takes to arrive: there is one copy of each step, and
+// loops whose iterations do not overlap are not unrolled.
 #include "common/block32.cuh"
 #include "common/counters.cuh"
 #include "common/dependent.cuh"
 #include "common/reduce.cuh"
 
-constexpr int ATTEND_THREADS = 128;
+constexpr int ATTEND_THREADS = 256;
 constexpr int ATTEND_WARPS = ATTEND_THREADS / WARP_LANES;
+constexpr int HALVES = 2;  // of the threads: one sums V for the even queries of a block, one for the odd
+constexpr int JOIN_SPLITS = 8;  // chunk c of a row is summed by split c % 8
+// Blocks per multiprocessor of a few queries: their registers shall suffice for that many.
+#if MEMRA_CUDA && __CUDA_ARCH__ >= 1000
+constexpr int FEW_RESIDENT = 1;
+#else
+constexpr int FEW_RESIDENT = 2;
+#endif
 constexpr float LOG2_E = 1.4426950408889634f;
 
 // The shape of the work for head sizes DK, DV and QT queries. Only QT may vary between launches that
@@ -23,14 +35,18 @@ constexpr float LOG2_E = 1.4426950408889634f;
 template <int DK, int DV, int QT>
 struct AttendShape {
     static constexpr int WIDEST = DK > DV ? DK : DV;
-    static constexpr int TILE = WIDEST <= 64 ? 128 : WIDEST <= 128 ? 64 : WIDEST <= 256 ? 32 : 16;
+    static constexpr int TILE = WIDEST <= 128 ? 64 : WIDEST <= 256 ? 32 : 16;
     static constexpr int PITCH = WIDEST + 4;  // rows of a tile start 4 banks apart
-    static constexpr int PARTS = ATTEND_THREADS / TILE;  // threads that share the dot product of a key
+    static constexpr int PARTS = TILE >= 32 ? ATTEND_THREADS / TILE : 8;  // threads that share a dot product
     static constexpr int PART = DK / PARTS;
     static constexpr int QUADS = DV / 4;  // threads that share the channels of a row of V
-    static constexpr int FIT = ATTEND_THREADS / QUADS < TILE / 4 ? ATTEND_THREADS / QUADS : TILE / 4;
+    static constexpr int TEAMS = ATTEND_THREADS / HALVES / QUADS;
+    static constexpr int FIT = TEAMS < TILE / 4 ? TEAMS : TILE / 4;
     static constexpr int SPLITS = FIT >= 8 ? 8 : FIT >= 4 ? 4 : FIT >= 2 ? 2 : 1;
     static constexpr int SPLIT = TILE / SPLITS;  // keys of a tile that one of them sums
+    static constexpr int WEIGHED = (QT + ATTEND_WARPS - 1) / ATTEND_WARPS;  // queries of a warp
+    static constexpr int RESIDENT = QT == 4 && WIDEST % 64 == 0 ? FEW_RESIDENT : 1;
+    static constexpr int JOINED = DV <= 256 ? 4 : 2;  // queries whose chunks are joined at a time
     // Shared memory, in floats: tile (later the partial sums), q, scores and weights, rescaling.
     static constexpr int TILE_FLOATS =
         TILE * PITCH > SPLITS * QT * DV ? TILE * PITCH : SPLITS * QT * DV;
@@ -39,7 +55,8 @@ struct AttendShape {
     static constexpr int ALPHA_AT = SCORE_AT + PARTS * QT * TILE;
     static constexpr int FLOATS = ALPHA_AT + QT;
     static_assert(DK % 32 == 0 && DV % 32 == 0 && PART % 4 == 0 && SPLIT % 4 == 0, "unsupported head size");
-    static_assert(WIDEST <= 512 && QT % ATTEND_WARPS == 0, "unsupported shape");
+    static_assert(WIDEST <= 512 && QT % 4 == 0, "unsupported shape");
+    static_assert(TILE_FLOATS >= JOIN_SPLITS * JOINED * (DV + 2), "no room to join");
 };
 
 // A tile of keys on its way from memory, one head of D elements each: what one thread holds of it.
@@ -97,9 +114,8 @@ struct TileInFlight {
 
 // Where a position lies in a tile: 0 for all before it, TILE for all behind it.
 template <int TILE>
-__device__ __forceinline__ int in_tile(int64_t position, int64_t tile_key) {
-    const int64_t offset = position - tile_key;
-    return offset <= 0 ? 0 : offset < TILE ? int(offset) : TILE;
+__device__ __forceinline__ int in_tile(int position, int tile_key) {
+    return position <= tile_key ? 0 : min(position - tile_key, TILE);
 }
 
 __device__ __forceinline__ void add_scaled(float4& sum, float weight, const float4& v) {
@@ -108,19 +124,28 @@ __device__ __forceinline__ void add_scaled(float4& sum, float weight, const floa
     sum.z = fmaf(weight, v.z, sum.z);
     sum.w = fmaf(weight, v.w, sum.w);
 }
+__device__ __forceinline__ void scale_all(float4& sum, float factor) {
+    sum.x *= factor, sum.y *= factor, sum.z *= factor, sum.w *= factor;
+}
+__device__ __forceinline__ float larger_number(float a, float b) { return b > a ? b : a; }
 
-// Dot products of one key with N queries over D elements. The order of a sum does not depend on N.
-template <int N, int D>
-__device__ __forceinline__ void score_queries(const float* key, const float* query, int query_pitch,
-                                              float* score, int score_pitch) {
-    float4 dots[N];
+// exp(x - reference), where a reference of -inf stands for "nothing yet" and must not meet itself.
+__device__ __forceinline__ float weight_of(float x, float reference) {
+    return exp2f((x - (reference == -INF_F32 ? 0.0f : reference)) * LOG2_E);
+}
+
+// Dot products of one key with four queries over D elements.
+template <int D>
+__device__ __forceinline__ void score_four(const float* key, const float* query, int query_pitch,
+                                           float* score, int score_pitch) {
+    float4 dots[4];
 #pragma unroll
-    for (int i = 0; i < N; i++) dots[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int i = 0; i < 4; i++) dots[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 4
     for (int d = 0; d < D; d += 4) {
         const float4 k = *reinterpret_cast<const float4*>(key + d);
 #pragma unroll
-        for (int i = 0; i < N; i++) {
+        for (int i = 0; i < 4; i++) {
             const float4 q = *reinterpret_cast<const float4*>(query + i * query_pitch + d);
             dots[i].x = fmaf(q.x, k.x, dots[i].x);
             dots[i].y = fmaf(q.y, k.y, dots[i].y);
@@ -129,11 +154,108 @@ __device__ __forceinline__ void score_queries(const float* key, const float* que
         }
     }
 #pragma unroll
-    for (int i = 0; i < N; i++)
+    for (int i = 0; i < 4; i++)
         score[i * score_pitch] = (dots[i].x + dots[i].y) + (dots[i].z + dots[i].w);
 }
 
-// Grid (x: any number of blocks, which share the chunks; kv heads; query blocks), 128 threads,
+// What the chunks of all rows and heads have left, by (row, head) and slot.
+struct Partials {
+    float4* sums;   // [n_rows, n_heads, n_slots, DV / 4]: weighted sums of V
+    float2* marks;  // [n_rows, n_heads, n_slots]: maximum, sum of weights
+    int n_slots;
+};
+template <int DV>
+__device__ __forceinline__ Partials partials_in(float* workspace, int n_row_heads, int n_slots) {
+    const size_t n = size_t(n_row_heads) * n_slots;
+    return {reinterpret_cast<float4*>(workspace), reinterpret_cast<float2*>(workspace + n * DV), n_slots};
+}
+
+// Where results go; see attend_partial.
+struct Results {
+    const float* sinks;
+    float *out, *lse;
+    int n_heads;
+};
+
+// Joins the chunks of n <= N (row, head)s whose slots are [first, last); that of slot 0 is slot_zero. Called
+// by all threads of a block. scratch: f32 [8, N, DV + 2]. A chunk in which a row sees no key has no
+// weight, and leaves no trace.
+template <int DV, int N, int THREADS>
+__device__ __forceinline__ void join_chunks(float* scratch, const int* at, int n, Partials parts,
+                                            int slot_zero, int first, int last, Results to) {
+    constexpr int QUADS = DV / 4;
+    constexpr int TEAMS = THREADS / QUADS;
+    float4* const sums = reinterpret_cast<float4*>(scratch);                       // [8, N, QUADS]
+    float2* const marks = reinterpret_cast<float2*>(sums + JOIN_SPLITS * N * QUADS);  // [8, N]
+    const int quad = threadIdx.x % QUADS;
+    const int team = threadIdx.x / QUADS;
+    if (team < TEAMS) {
+#pragma unroll 1
+        for (int split = team; split < JOIN_SPLITS; split += TEAMS) {
+            float4 sum[N];
+            float2 mark[N];
+#pragma unroll
+            for (int i = 0; i < N; i++)
+                sum[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f), mark[i] = make_float2(-INF_F32, 0.0f);
+#pragma unroll 1
+            for (int slot = first + (split - slot_zero - first & (JOIN_SPLITS - 1)); slot < last;
+                 slot += JOIN_SPLITS) {
+                float4 more[N];
+                float2 its[N];
+#pragma unroll
+                for (int i = 0; i < N; i++) {  // behind the last stands the last once more
+                    const size_t from = size_t(at[min(i, n - 1)]) * parts.n_slots + slot;
+                    more[i] = parts.sums[from * QUADS + quad];
+                    its[i] = parts.marks[from];
+                }
+#pragma unroll
+                for (int i = 0; i < N; i++) {
+                    if (its[i].y == 0.0f) continue;
+                    const float high = larger_number(mark[i].x, its[i].x);
+                    const float shrink = weight_of(mark[i].x, high);
+                    const float weight = weight_of(its[i].x, high);
+                    scale_all(sum[i], shrink);
+                    add_scaled(sum[i], weight, more[i]);
+                    mark[i] = make_float2(high, fmaf(weight, its[i].y, mark[i].y * shrink));
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                sums[(split * N + i) * QUADS + quad] = sum[i];
+                if (quad == 0) marks[split * N + i] = mark[i];
+            }
+        }
+    }
+    __syncthreads();
+    const bool fits = last <= parts.n_slots;
+#pragma unroll 1
+    for (int item = threadIdx.x; item < n * QUADS; item += THREADS) {
+        const int i = item / QUADS;
+        const float sink = to.sinks != nullptr ? to.sinks[at[i] % to.n_heads] : -INF_F32;
+        float high = sink;
+#pragma unroll
+        for (int s = 0; s < JOIN_SPLITS; s++) high = larger_number(high, marks[s * N + i].x);
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        float total = 0.0f;
+#pragma unroll 2
+        for (int s = 0; s < JOIN_SPLITS; s++) {
+            const float2 mark = marks[s * N + i];
+            const float weight = weight_of(mark.x, high);
+            add_scaled(sum, weight, sums[(s * N + i) * QUADS + item % QUADS]);
+            total = fmaf(weight, mark.y, total);
+        }
+        total = total + weight_of(sink, high);
+        const bool empty = total == 0.0f;
+        const float share = 1.0f / total;
+        scale_all(sum, empty ? 0.0f : share);
+        if (!fits) sum = make_float4(NAN_F32, NAN_F32, NAN_F32, NAN_F32);
+        reinterpret_cast<float4*>(to.out)[size_t(at[i]) * QUADS + item % QUADS] = sum;
+        if (item % QUADS == 0 && to.lse != nullptr)
+            to.lse[at[i]] = !fits ? NAN_F32 : empty ? -INF_F32 : high + logf(total);
+    }
+}
+
+// Grid (x: any number of blocks, which share the chunks; kv heads; query blocks), 256 threads,
 // AttendShape::FLOATS * 4 bytes of dynamic shared memory. Query blocks: ceil(n_rows * group / QT), or
 // with a table n_rows * ceil(group / QT).
 //   q          f32 [n_rows, n_kv_heads * group, DK], 16-byte aligned
@@ -142,23 +264,33 @@ __device__ __forceinline__ void score_queries(const float* key, const float* que
 //   window     keys a row sees at most; 0 or less: all
 //   counted    rows by which len_d already counts this launch's own (0, or n_rows)
 //   scale      factor of q . k; softcap > 0: cap * tanh(score / cap) afterwards
-//   partial    f32 [n_rows, n_heads, n_slots, DV + 2] : weighted sum of V, maximum, sum of weights;
+//   partial    f32 [n_rows, n_heads, n_slots, DV] : weighted sums of V, then [n_rows, n_heads, n_slots, 2]:
+//              maximum, sum of weights; 16-byte aligned;
 //              slot = chunk - first chunk of row 0 (with a table: of the row itself)
+//   tickets    u32 [query blocks, kv heads], zero before and after; null: attend_combine joins the chunks
+//   sinks      f32 [n_heads] or null: a logit per head that takes weight and has no value
+//   out        f32 [n_rows, n_heads, DV]; 0 for a row without keys; NaN if n_slots is too small
+//   lse        f32 [n_rows, n_heads] or null: log of the sum of exp(score), the sink included; -inf for
+//              a row without keys and sink
 template <int KF, int VF, int DK, int DV, int QT>
-__global__ void __launch_bounds__(ATTEND_THREADS, 2)
+__global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESIDENT)
     attend_partial(const float* __restrict__ q, const uint8_t* NULLABLE k_plane,
                    const uint8_t* NULLABLE v_plane, int32_t n_rows, int32_t n_kv_heads,
                    int32_t group, int32_t capacity, int32_t window, int32_t counted, float scale,
                    float softcap, const int32_t* NULLABLE len_d, const int32_t* NULLABLE base_d,
-                   const uint64_t* NULLABLE table, float* __restrict__ partial, int32_t n_slots) {
+                   const uint64_t* NULLABLE table, float* partial, int32_t n_slots,
+                   uint32_t* NULLABLE tickets, const float* NULLABLE sinks, float* NULLABLE out,
+                   float* NULLABLE lse) {
     typedef AttendShape<DK, DV, QT> S;
     DYN_SMEM(float, shared);
     float* const tile = shared;
     float* const q_tile = shared + S::Q_AT;
     float* const scores = shared + S::SCORE_AT;  // [PARTS][QT][TILE]; plane 0 becomes the weights
     float* const alphas = shared + S::ALPHA_AT;
-    __shared__ int64_t starts[QT];
-    __shared__ int64_t ends[QT];
+    __shared__ int2 seen[QT + 1];  // keys [x, y) of each query; behind them those of slot 0's row
+    __shared__ int row_heads[QT];  // row * n_heads + head of each query
+    __shared__ RowView view;       // of the first row
+    __shared__ bool is_last;
 
     admit_successor();
     await_predecessor();
@@ -176,104 +308,103 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2)
         first_query = int(blockIdx.z) % blocks_per_row * QT;
         all_queries = group;
     }
-    const int n_queries = all_queries - first_query < QT ? all_queries - first_query : QT;
-    const int last_row = first_row + (first_query + n_queries - 1) / group;
-
-    if (thread < n_queries) {
-        const int row = first_row + (first_query + thread) / group;
-        const RowView view = row_view(k_plane, v_plane, len_d, base_d, table, row);
-        const KeyRange keys = key_range(view, window, counted, capacity);
-        starts[thread] = keys.start;
-        ends[thread] = keys.end;
+    const int n_queries = min(all_queries - first_query, QT);
+    const auto row_of = [&](int i) {  // a division is slow
+        return all_queries == group ? 0 : (first_query + i) / group;
+    };
+    const auto row_head = [&](int i) {
+        const int row = row_of(i);
+        return (first_row + row) * n_heads + kv_head * group + (first_query + i - row * group);
+    };
+#pragma unroll 1
+    for (int i = thread; i < QT * (DK / 4); i += ATTEND_THREADS) {
+        float4 four = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (i < n_queries * (DK / 4))
+            four = reinterpret_cast<const float4*>(q)[size_t(row_head(i / (DK / 4))) * (DK / 4) +
+                                                      i % (DK / 4)];
+        reinterpret_cast<float4*>(q_tile)[i] = four;
     }
-    for (int i = thread; i < n_queries * DK; i += ATTEND_THREADS) {
-        const int query = first_query + i / DK;
-        const int row = first_row + query / group;
-        const int head = kv_head * group + query % group;
-        q_tile[i] = q[(size_t(row) * n_heads + head) * DK + i % DK];
+    if (thread <= QT) {
+        const bool is_query = thread < n_queries;
+        const int row = first_row + (is_query ? row_of(thread) : 0);
+        const RowView own = row_view(k_plane, v_plane, len_d, base_d, table, row);
+        const KeyRange keys = key_range(own, window, counted, capacity);
+        seen[thread] = is_query || thread == QT ? make_int2(int(keys.start), int(keys.end)) : make_int2(0, 0);
+        if (is_query) row_heads[thread] = row_head(thread);
+        if (thread == QT) view = own;
     }
+    __syncthreads();
 
-    // The starts and ends of the ranges ascend with the row, so the first and the last row of this
+    // The starts and ends of the ranges ascend with the row, so the first and the last query of this
     // block tell which keys some query sees, and which all of them see.
-    const RowView view = row_view(k_plane, v_plane, len_d, base_d, table, first_row);
-    const KeyRange first_keys =
-        key_range(row_view(k_plane, v_plane, len_d, base_d, table, first_row + first_query / group),
-                  window, counted, capacity);
-    const KeyRange last_keys =
-        key_range(row_view(k_plane, v_plane, len_d, base_d, table, last_row), window, counted,
-                  capacity);
-    const int64_t key_start = first_keys.start, shared_start = last_keys.start;
-    const int64_t key_end = last_keys.end, shared_end = first_keys.end;
-    const int32_t slot_zero = chunk_of(key_range(view, window, counted, capacity).start);
+    const int key_start = seen[0].x, shared_start = seen[n_queries - 1].x;
+    const int key_end = seen[n_queries - 1].y, shared_end = seen[0].y;
     const ChunkRange chunks = chunk_range({key_start, key_end});
-    const int64_t k_row = int64_t(n_kv_heads) * (DK / BLOCK_ELEMENTS) * block_bytes<KF>();
-    const int64_t v_row = int64_t(n_kv_heads) * (DV / BLOCK_ELEMENTS) * block_bytes<VF>();
-    const uint8_t* k_head = view.k + kv_head * (DK / BLOCK_ELEMENTS) * block_bytes<KF>();
-    const uint8_t* v_head = view.v + kv_head * (DV / BLOCK_ELEMENTS) * block_bytes<VF>();
+    const int slot_zero = chunk_of(seen[QT].x);
+    const int base = int(view.base);
+    const int k_row = n_kv_heads * (DK / BLOCK_ELEMENTS) * block_bytes<KF>();
+    const int v_row = n_kv_heads * (DV / BLOCK_ELEMENTS) * block_bytes<VF>();
+    const uint8_t* k_head = global_pointer(view.k) + kv_head * (DK / BLOCK_ELEMENTS) * block_bytes<KF>();
+    const uint8_t* v_head = global_pointer(view.v) + kv_head * (DV / BLOCK_ELEMENTS) * block_bytes<VF>();
+    const Partials parts = partials_in<DV>(partial, n_rows * n_heads, n_slots);
 
     const int score_key = thread % S::TILE;
     const int score_part = thread / S::TILE;
-    const int quad = thread % S::QUADS;
-    const int split = thread / S::QUADS;
+    const int quad = thread % (ATTEND_THREADS / HALVES) % S::QUADS;
+    const int half = thread / (ATTEND_THREADS / HALVES);
+    const int split = thread % (ATTEND_THREADS / HALVES) / S::QUADS;
 
-    for (int32_t chunk = chunks.first + int(blockIdx.x); chunk < chunks.last; chunk += gridDim.x) {
-        float maximum[QT / ATTEND_WARPS];
-        float weight_sum[QT / ATTEND_WARPS];
+#pragma unroll 1
+    for (int chunk = chunks.first + int(blockIdx.x); chunk < chunks.last; chunk += gridDim.x) {
+        float maximum[S::WEIGHED];
+        float weight_sum[S::WEIGHED];
 #pragma unroll
-        for (int u = 0; u < QT / ATTEND_WARPS; u++) maximum[u] = -INF_F32, weight_sum[u] = 0.0f;
-        float4 sums[QT];
+        for (int u = 0; u < S::WEIGHED; u++) maximum[u] = -INF_F32, weight_sum[u] = 0.0f;
+        float4 sums[QT / HALVES];  // of the queries half + HALVES * o
 #pragma unroll
-        for (int i = 0; i < QT; i++) sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        for (int o = 0; o < QT / HALVES; o++) sums[o] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 
         // Tiles with a key that any query sees, and of them only those keys, are read.
-        const int64_t chunk_start = chunk_begin(chunk);
-        const int64_t chunk_end = chunk_begin(chunk + 1);
-        const int64_t stop = key_end < chunk_end ? key_end : chunk_end;
-        const int64_t begin =
-            key_start > chunk_start ? key_start - key_start % S::TILE : chunk_start;
-        for (int64_t tile_key = begin; tile_key < stop; tile_key += S::TILE) {
+        const int chunk_start = int(chunk_begin(chunk));
+        const int stop = int(min(int64_t(key_end), chunk_begin(chunk + 1)));
+        const int begin = max(key_start & ~(S::TILE - 1), chunk_start);
+#pragma unroll 1
+        for (int tile_key = begin; tile_key < stop; tile_key += S::TILE) {
             const int from = in_tile<S::TILE>(key_start, tile_key);
             const int to = in_tile<S::TILE>(key_end, tile_key);
-            const int64_t physical = tile_key - view.base;
+            const int physical = tile_key - base;
             TileInFlight<KF, DK, S::TILE, S::PITCH> k_tile;
             TileInFlight<VF, DV, S::TILE, S::PITCH> v_tile;
-            k_tile.load(k_head + physical * k_row, k_row, from, to);
-            v_tile.load(v_head + physical * v_row, v_row, from, to);
-            __syncthreads();  // the tile is free (and q and the ranges are there)
+            k_tile.load(k_head + int64_t(physical) * k_row, k_row, from, to);
+            v_tile.load(v_head + int64_t(physical) * v_row, v_row, from, to);
+            __syncthreads();  // the tile is free
             k_tile.store(tile, from, to);
             __syncthreads();
 
-            if (score_key >= from && score_key < to) {
+            if (score_part < S::PARTS && score_key >= from && score_key < to) {
                 const float* key = tile + score_key * S::PITCH + score_part * S::PART;
                 const float* query = q_tile + score_part * S::PART;
                 float* score = scores + score_part * QT * S::TILE + score_key;
-                int i = 0;
 #pragma unroll 1
-                for (; i + 4 <= n_queries; i += 4)
-                    score_queries<4, S::PART>(key, query + i * DK, DK, score + i * S::TILE, S::TILE);
-                if (i + 3 == n_queries) {
-                    score_queries<3, S::PART>(key, query + i * DK, DK, score + i * S::TILE, S::TILE);
-                    i += 3;
-                }
-#pragma unroll 1
-                for (; i < n_queries; i++)
-                    score_queries<1, S::PART>(key, query + i * DK, DK, score + i * S::TILE, S::TILE);
+                for (int i = 0; i < n_queries; i += 4)
+                    score_four<S::PART>(key, query + i * DK, DK, score + i * S::TILE, S::TILE);
             }
             __syncthreads();
 
             // One warp per query: scores become weights, beside the running maximum.
 #pragma unroll
-            for (int u = 0; u < QT / ATTEND_WARPS; u++) {
+            for (int u = 0; u < S::WEIGHED; u++) {
                 const int i = warp + u * ATTEND_WARPS;
                 if (i >= n_queries) break;
                 constexpr int PER_LANE = (S::TILE + WARP_LANES - 1) / WARP_LANES;
+                const int2 keys = seen[i];
                 float score[PER_LANE];
                 float tile_max = -INF_F32;
 #pragma unroll
                 for (int t = 0; t < PER_LANE; t++) {
                     const int key = lane + t * WARP_LANES;
                     score[t] = -INF_F32;
-                    if (key < S::TILE && tile_key + key >= starts[i] && tile_key + key < ends[i]) {
+                    if (key < S::TILE && tile_key + key >= keys.x && tile_key + key < keys.y) {
                         float dot = scores[i * S::TILE + key];
 #pragma unroll
                         for (int p = 1; p < S::PARTS; p++)
@@ -281,19 +412,17 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2)
                         score[t] = dot * scale;
                         if (softcap > 0.0f) score[t] = softcap * tanhf(score[t] / softcap);
                     }
-                    tile_max = score[t] > tile_max ? score[t] : tile_max;
+                    tile_max = larger_number(tile_max, score[t]);
                 }
                 tile_max = warp_max(tile_max);
-                const float high = tile_max > maximum[u] ? tile_max : maximum[u];
-                // With no key yet the maximum is -inf, which must not meet itself in a difference.
-                const float pivot = high == -INF_F32 ? 0.0f : high;
-                const float alpha = exp2f((maximum[u] - pivot) * LOG2_E);
+                const float high = larger_number(maximum[u], tile_max);
+                const float alpha = weight_of(maximum[u], high);
                 weight_sum[u] = weight_sum[u] * alpha;
                 maximum[u] = high;
 #pragma unroll
                 for (int t = 0; t < PER_LANE; t++) {
                     const int key = lane + t * WARP_LANES;
-                    const float weight = exp2f((score[t] - pivot) * LOG2_E);
+                    const float weight = weight_of(score[t], high);
                     weight_sum[u] = weight_sum[u] + weight;
                     if (key < S::TILE) scores[i * S::TILE + key] = weight;
                 }
@@ -303,11 +432,13 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2)
             __syncthreads();
 
             if (split < S::SPLITS) {
+                if (tile_key != begin) {
 #pragma unroll
-                for (int i = 0; i < QT; i++) {
-                    if (i >= n_queries) break;
-                    const float alpha = alphas[i];
-                    sums[i].x *= alpha, sums[i].y *= alpha, sums[i].z *= alpha, sums[i].w *= alpha;
+                    for (int o = 0; o < QT / HALVES; o++) {
+                        const int i = half + HALVES * o;
+                        if (i >= n_queries) break;
+                        scale_all(sums[o], alphas[i]);
+                    }
                 }
                 const float* values = tile + split * S::SPLIT * S::PITCH + quad * 4;
                 const float* weights = scores + split * S::SPLIT;
@@ -319,40 +450,29 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2)
                         for (int t = 0; t < 4; t++)
                             v[t] = *reinterpret_cast<const float4*>(values + (j + t) * S::PITCH);
 #pragma unroll
-                        for (int i = 0; i < QT; i++) {
+                        for (int o = 0; o < QT / HALVES; o++) {
+                            const int i = half + HALVES * o;
                             if (i >= n_queries) break;
                             const float4 w =
                                 *reinterpret_cast<const float4*>(weights + i * S::TILE + j);
-                            add_scaled(sums[i], w.x, v[0]);
-                            add_scaled(sums[i], w.y, v[1]);
-                            add_scaled(sums[i], w.z, v[2]);
-                            add_scaled(sums[i], w.w, v[3]);
-                        }
-                    }
-                } else if (key_start == shared_start && key_end == shared_end) {
-                    const int low = from - split * S::SPLIT;
-                    const int high = to - split * S::SPLIT;
-#pragma unroll 4
-                    for (int j = low > 0 ? low : 0; j < (high < S::SPLIT ? high : S::SPLIT); j++) {
-                        const float4 v = *reinterpret_cast<const float4*>(values + j * S::PITCH);
-#pragma unroll
-                        for (int i = 0; i < QT; i++) {
-                            if (i >= n_queries) break;
-                            add_scaled(sums[i], weights[i * S::TILE + j], v);
+                            add_scaled(sums[o], w.x, v[0]);
+                            add_scaled(sums[o], w.y, v[1]);
+                            add_scaled(sums[o], w.z, v[2]);
+                            add_scaled(sums[o], w.w, v[3]);
                         }
                     }
                 } else {
-#pragma unroll 1
-                    for (int j = 0; j < S::SPLIT; j++) {
-                        const int key = split * S::SPLIT + j;
-                        if (key >= from && key < to) {
-                            const float4 v = *reinterpret_cast<const float4*>(values + j * S::PITCH);
+                    const int first_key = tile_key + split * S::SPLIT;
+                    const int high = min(to - split * S::SPLIT, S::SPLIT);
+#pragma unroll (QT == 4 ? 2 : 1)
+                    for (int j = max(from - split * S::SPLIT, 0); j < high; j++) {
+                        const float4 v = *reinterpret_cast<const float4*>(values + j * S::PITCH);
 #pragma unroll
-                            for (int i = 0; i < QT; i++) {
-                                if (i >= n_queries) break;
-                                if (tile_key + key >= starts[i] && tile_key + key < ends[i])
-                                    add_scaled(sums[i], weights[i * S::TILE + j], v);
-                            }
+                        for (int o = 0; o < QT / HALVES; o++) {
+                            const int i = half + HALVES * o;
+                            if (i >= n_queries) break;
+                            if (first_key + j >= seen[i].x && first_key + j < seen[i].y)
+                                add_scaled(sums[o], weights[i * S::TILE + j], v);
                         }
                     }
                 }
@@ -360,128 +480,84 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2)
         }
 
         __syncthreads();  // the last tile of V is free: it takes the sums of the splits
+        float4* const split_sums = reinterpret_cast<float4*>(tile);
         if (split < S::SPLITS) {
 #pragma unroll
-            for (int i = 0; i < QT; i++) {
+            for (int o = 0; o < QT / HALVES; o++) {
+                const int i = half + HALVES * o;
                 if (i >= n_queries) break;
-                *reinterpret_cast<float4*>(tile + (split * QT + i) * DV + quad * 4) = sums[i];
+                split_sums[(split * QT + i) * S::QUADS + quad] = sums[o];
             }
         }
         __syncthreads();
-        const int32_t slot = chunk - slot_zero;
+        const int slot = chunk - slot_zero;
         if (slot < n_slots) {
-            for (int at = thread; at < n_queries * DV; at += ATTEND_THREADS) {
-                const int i = at / DV;
-                const int row = first_row + (first_query + i) / group;
-                const int head = kv_head * group + (first_query + i) % group;
-                float sum = tile[i * DV + at % DV];
+#pragma unroll 1
+            for (int at = thread; at < n_queries * S::QUADS; at += ATTEND_THREADS) {
+                float4 sum = split_sums[at];
 #pragma unroll
-                for (int s = 1; s < S::SPLITS; s++) sum = sum + tile[(s * QT + i) * DV + at % DV];
-                partial[((size_t(row) * n_heads + head) * n_slots + slot) * (DV + 2) + at % DV] = sum;
+                for (int s = 1; s < S::SPLITS; s++)
+                    add_scaled(sum, 1.0f, split_sums[s * QT * S::QUADS + at]);
+                parts.sums[(size_t(row_heads[at / S::QUADS]) * n_slots + slot) * S::QUADS +
+                           at % S::QUADS] = sum;
             }
         }
 #pragma unroll
-        for (int u = 0; u < QT / ATTEND_WARPS; u++) {
+        for (int u = 0; u < S::WEIGHED; u++) {
             const int i = warp + u * ATTEND_WARPS;
             if (i >= n_queries) break;
             const float total = warp_sum(weight_sum[u]);
-            if (lane == 0 && slot < n_slots) {
-                const int row = first_row + (first_query + i) / group;
-                const int head = kv_head * group + (first_query + i) % group;
-                float* at = partial + ((size_t(row) * n_heads + head) * n_slots + slot) * (DV + 2) + DV;
-                at[0] = maximum[u];
-                at[1] = total;
+            if (lane == 0 && slot < n_slots)
+                parts.marks[size_t(row_heads[i]) * n_slots + slot] = make_float2(maximum[u], total);
+        }
+    }
+
+    // Of the blocks that had a chunk (or the first, where there is none) the last joins them all.
+    const int busy = min(int(gridDim.x), max(chunks.last - chunks.first, 1));
+    if (tickets != nullptr && int(blockIdx.x) < busy) {  // the same for all threads of the block
+        __syncthreads();  // the block's own partial results are there
+        if (busy > 1) {
+            if (thread == 0) {
+                __threadfence();
+                uint32_t* ticket = tickets + blockIdx.z * gridDim.y + kv_head;
+                is_last = atomicInc(ticket, busy - 1) == uint32_t(busy - 1);  // wraps to 0
+                __threadfence();
+            }
+            __syncthreads();
+        }
+        if (busy == 1 || is_last) {
+#pragma unroll 1
+            for (int i = 0; i < n_queries; i += S::JOINED) {
+                join_chunks<DV, S::JOINED, ATTEND_THREADS>(
+                    tile, row_heads + i, min(n_queries - i, S::JOINED), parts, slot_zero,
+                    chunks.first - slot_zero, chunks.last - slot_zero, {sinks, out, lse, n_heads});
+                __syncthreads();  // what it kept in the tile is read
             }
         }
     }
 }
 
 // Joins the chunks of each row and head. Grid (n_heads, n_rows), 2 * DV threads; parameters as above.
-//   sinks  f32 [n_heads] or null: a logit per head that takes weight and has no value
-//   out    f32 [n_rows, n_heads, DV]; 0 for a row without keys; NaN if n_slots is too small
-//   lse    f32 [n_rows, n_heads] or null: log of the sum of exp(score), the sink included; -inf for
-//          a row without keys and sink
 template <int DV>
 __global__ void __launch_bounds__(2 * DV)
-    attend_combine(const float* __restrict__ partial, const float* NULLABLE sinks,
-                   float* __restrict__ out, float* NULLABLE lse, int32_t capacity, int32_t window,
-                   int32_t counted, const int32_t* NULLABLE len_d, const int32_t* NULLABLE base_d,
+    attend_combine(float* partial, const float* NULLABLE sinks, float* __restrict__ out,
+                   float* NULLABLE lse, int32_t capacity, int32_t window, int32_t counted,
+                   const int32_t* NULLABLE len_d, const int32_t* NULLABLE base_d,
                    const uint64_t* NULLABLE table, int32_t n_slots) {
-    constexpr int QUADS = DV / 4;
-    constexpr int SPLITS = 8;  // chunk c belongs to split c % 8
-    constexpr int THREADS = SPLITS * QUADS;
-    __shared__ float maxima[THREADS];
-    __shared__ float4 sums[SPLITS][QUADS];
-    __shared__ float totals[SPLITS];
+    __shared__ float4 scratch[JOIN_SPLITS * (DV + 2) / 4];
     admit_successor();
     await_predecessor();
-    const int thread = threadIdx.x;
-    const int head = blockIdx.x;
-    const int row = blockIdx.y;
     const int n_heads = gridDim.x;
-    const KeyRange keys =
-        key_range(row_view(nullptr, nullptr, len_d, base_d, table, row), window, counted, capacity);
-    const ChunkRange chunks = chunk_range(keys);
-    const int32_t slot_zero =
-        table != nullptr
-            ? chunks.first
-            : chunk_of(key_range(row_view(nullptr, nullptr, len_d, base_d, table, 0), window,
-                                 counted, capacity).start);
-    const bool fits = chunks.last - slot_zero <= n_slots;
-    const int32_t last = fits ? chunks.last : chunks.first;
-    const float* parts = partial + (size_t(row) * n_heads + head) * n_slots * (DV + 2);
-
-    float high = sinks != nullptr ? sinks[head] : -INF_F32;
-    for (int32_t c = chunks.first + thread; c < last; c += THREADS) {
-        const float m = parts[size_t(c - slot_zero) * (DV + 2) + DV];
-        high = m > high ? m : high;
-    }
-    maxima[thread] = high;
-    __syncthreads();
-    const int busy = last - chunks.first < THREADS ? last - chunks.first : THREADS;
-    for (int i = 0; i < busy; i++) high = maxima[i] > high ? maxima[i] : high;
-    const float pivot = high == -INF_F32 ? 0.0f : high;
-
-    const int quad = thread % QUADS;
-    const int split = thread / QUADS;
-    float4 partial_sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    float partial_total = 0.0f;
-    const int32_t behind = (split - chunks.first % SPLITS + SPLITS) % SPLITS;
-#pragma unroll 4
-    for (int32_t c = chunks.first + behind; c < last; c += SPLITS) {
-        const float* part = parts + size_t(c - slot_zero) * (DV + 2);
-        const float m = part[DV];
-        const float l = part[DV + 1];
-        const float2 a = *reinterpret_cast<const float2*>(part + quad * 4);
-        const float2 b = *reinterpret_cast<const float2*>(part + quad * 4 + 2);
-        if (l != 0.0f) {  // else the row sees no key of this chunk
-            const float weight = exp2f((m - pivot) * LOG2_E);
-            add_scaled(partial_sum, weight, make_float4(a.x, a.y, b.x, b.y));
-            partial_total = fmaf(weight, l, partial_total);
-        }
-    }
-    sums[split][quad] = partial_sum;
-    if (quad == 0) totals[split] = partial_total;
-    __syncthreads();
-    float total = totals[0];
-#pragma unroll
-    for (int s = 1; s < SPLITS; s++) total = total + totals[s];
-    if (sinks != nullptr) total = total + exp2f((sinks[head] - pivot) * LOG2_E);
-    if (thread < QUADS) {
-        float4 sum = sums[0][thread];
-#pragma unroll
-        for (int s = 1; s < SPLITS; s++) {
-            const float4 more = sums[s][thread];
-            sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
-        }
-        float* to = out + (size_t(row) * n_heads + head) * DV + thread * 4;
-        const bool empty = total == 0.0f;
-        to[0] = !fits ? NAN_F32 : empty ? 0.0f : sum.x / total;
-        to[1] = !fits ? NAN_F32 : empty ? 0.0f : sum.y / total;
-        to[2] = !fits ? NAN_F32 : empty ? 0.0f : sum.z / total;
-        to[3] = !fits ? NAN_F32 : empty ? 0.0f : sum.w / total;
-    }
-    if (thread == 0 && lse != nullptr)
-        lse[row * n_heads + head] =
-            !fits ? NAN_F32 : total == 0.0f ? -INF_F32 : pivot + logf(total);
+    const int row = blockIdx.y;
+    const int at = row * n_heads + blockIdx.x;
+    const ChunkRange chunks = chunk_range(
+        key_range(row_view(nullptr, nullptr, len_d, base_d, table, row), window, counted, capacity));
+    int slot_zero = chunks.first;
+    if (table == nullptr)
+        slot_zero = chunk_of(key_range(row_view(nullptr, nullptr, len_d, base_d, table, 0), window,
+                                       counted, capacity).start);
+    join_chunks<DV, 1, 2 * DV>(reinterpret_cast<float*>(scratch), &at, 1,
+                               partials_in<DV>(partial, gridDim.y * n_heads, n_slots), slot_zero,
+                               chunks.first - slot_zero, chunks.last - slot_zero,
+                               {sinks, out, lse, n_heads});
 }

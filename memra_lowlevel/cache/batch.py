@@ -137,7 +137,8 @@ class KvBatch(Closing):
             stream, q, None, None, out, len_d=None, k_format=first.k_format,
             v_format=first.v_format, rows=first.rows, n_kv_heads=first.n_kv_heads,
             head_dim=first.head_dim_k, head_dim_v=first.head_dim_v,
-            workspace=self._workspace.take(stream, n_bytes), window=window, table=self.table,
+            workspace=self._workspace.take(stream, n_bytes), tickets=self._workspace.tickets,
+            window=window, table=self.table,
             **options,
         )  # fmt: skip
         self._keep(stream)

@@ -301,6 +301,7 @@ class KvLayer(Closing):
             len_d=self.len_d, k_format=self.k_format, v_format=self.v_format, rows=self.rows,
             n_kv_heads=self.n_kv_heads, head_dim=self.head_dim_k, head_dim_v=self.head_dim_v,
             workspace=self._workspace.take(stream, self._workspace_bytes(q, window)),
+            tickets=self._workspace.tickets,
             base_d=self.base_d, window=window,
             scale=scale, sinks=sinks, softcap=softcap, lse=lse, counted=counted, numeric=numeric,
             programmatic=programmatic,

@@ -11,6 +11,7 @@ from ..closing import Closing
 from ..errors import CapacityExceeded, CaptureForbidden
 from ..graph.counters import DeviceCounter
 from ..kernels import counters as counter_kernels
+from ..kernels.kv_attend import TICKETS
 from ..runtime.storage import note_use
 
 if TYPE_CHECKING:
@@ -182,12 +183,18 @@ class Workspace(Closing):
 
     It grows when a call needs more, never under capture, and outgrown blocks are kept: captured
     graphs hold their addresses.
+
+    Attributes
+    ----------
+    tickets : Buffer or None
+        u32, zero between launches: what lets one launch do all; there from the first ``take`` on.
     """
 
     def __init__(self, device: Device):
         self.device = device
         self._blocks: list[Arena] = []
         self._buffer: Buffer | None = None
+        self.tickets: Buffer | None = None
 
     def take(self, stream: Stream, n_bytes: int) -> Buffer:
         """Return an f32 buffer of at least ``n_bytes``.
@@ -207,6 +214,8 @@ class Workspace(Closing):
             block = self.device.arena(n_bytes + 256, name="attend workspace")
             self._blocks.append(block)
             self._buffer = block.take((-(-n_bytes // 4),), np.float32, name="partials")
+            if self.tickets is None:
+                self.tickets = self.device.zeros(TICKETS, np.uint32, stream, "attend tickets")
         return self._buffer
 
     @property
@@ -217,6 +226,9 @@ class Workspace(Closing):
     def close(self) -> None:
         """Free all blocks; idempotent."""
         self._buffer = None
+        if self.tickets is not None:
+            self.tickets.close()
+            self.tickets = None
         for block in self._blocks:
             block.close()
         self._blocks.clear()

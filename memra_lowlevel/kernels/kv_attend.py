@@ -1,8 +1,9 @@
 """Decode attention over quantised planes (``cuda_src/kv/attend.cu``), class ``exact``.
 
-Two launches: partial results per chunk of keys, then their combination. Both read the lengths from
-device memory; their grids and the workspace depend on the capacity of the plane and on the device
-only, so that a captured launch serves every length.
+Partial results per chunk of keys, then their combination: in the same launch where there are
+tickets, by the block that finishes last, else in a second one; the bits are the same. Lengths are
+read from device memory; grids and the workspace depend on the capacity of the plane and on the
+device only, so that a captured launch serves every length.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "HEAD_DIMS",
     "MAX_GROUP",
+    "TICKETS",
     "Choice",
     "attend",
     "check_supported",
@@ -50,7 +52,11 @@ MAX_GROUP = 16
 CLASSES = ("exact",)
 """Numeric classes; see the registry."""
 
-_THREADS = 128
+TICKETS = 1024
+"""Tickets that are enough for any 16 rows of up to 64 kv heads."""
+
+_JOINED_SLOTS = 160
+_THREADS = 256
 
 registry.register(
     KernelSpec(
@@ -72,7 +78,7 @@ registry.register(
         ),
         edges=(
             "no key", "one key", "tile and chunk edges", "masked row", "window", "ring base",
-            "counted", "group 1 to 16", "NaN in another row's key", "poisoned workspace",
+            "counted", "group 1 to 16", "NaN in another row's key", "poisoned workspace", "tickets",
             "sinks", "softcap", "capacity", "table of sequences",
         ),
         hot=True,
@@ -107,6 +113,7 @@ def attend(
     head_dim: int,
     head_dim_v: int | None = None,
     workspace: Buffer,
+    tickets: Buffer | None = None,
     base_d: Buffer | None = None,
     window: int | None = None,
     scale: float | None = None,
@@ -136,6 +143,10 @@ def attend(
     n_kv_heads, head_dim, head_dim_v : int
     workspace : Buffer
         f32, at least :func:`workspace_bytes`; its content is never read before it is written.
+    tickets : Buffer, optional
+        u32, all zero, and so again after each launch; as exclusive as the workspace. Makes it one
+        launch if there are enough (:data:`TICKETS` always are, up to 16 rows) and the plane is not
+        so long that many blocks join its chunks faster.
     base_d : Buffer, optional
         i32[1]: absolute row that row 0 of a ring holds.
     window : int, optional
@@ -170,6 +181,8 @@ def attend(
     """
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     _check_kinds(stream, q=q, out=out, workspace=workspace, sinks=sinks, lse=lse, table=table)
+    if tickets is not None:
+        expect.kind("attend: tickets", tickets, Buffer, "a Buffer")
     expect.kind("attend: numeric", numeric, str, "a numeric class")
     choice = choose(
         stream.device, k_format, v_format, head_dim, head_dim_v,
@@ -229,12 +242,16 @@ def attend(
     )
     behind = n_rows if counted else 0
     early = stream.device.kind == "cuda" and int(stream.device.arch[3:]) >= 90
+    joins = tickets is not None and tickets.n_bytes >= 4 * plan.n_tickets
+    joins = joins and plan.n_slots <= _JOINED_SLOTS
     launch(
         stream, _starting(plan.partial, early and programmatic), partial,
         q, k_plane, v_plane, n_rows, n_kv_heads, group, rows, window, behind,
         scale, softcap, len_d, base_d, table,
-        workspace, plan.n_slots,
+        workspace, plan.n_slots, tickets if joins else None, sinks, out, lse,
     )  # fmt: skip
+    if joins:
+        return
     launch(
         stream, _starting(plan.combine, early), combine,
         workspace, sinks, out, lse, rows, window, behind, len_d, base_d, table, plan.n_slots,
@@ -417,6 +434,7 @@ class _Plan:
     queries: int
     n_slots: int
     workspace_bytes: int
+    n_tickets: int
     partial: LaunchConfig
     combine: LaunchConfig
 
@@ -441,13 +459,14 @@ def _plan(
     blocks = -(-per_block // queries) * (n_rows if table else 1)
     slots = n_slots(rows, 1 if table else n_rows, window, ring or table)
     # Enough blocks to fill the device, few enough that those without keys cost nothing.
-    resident = 2 * n_sms if kind == "host" else 16 * n_sms
+    resident = 2 * n_sms if kind == "host" else 8 * n_sms
     share = max(1, -(-resident // (n_kv_heads * max(1, blocks))))
     n_heads = n_kv_heads * group
     return _Plan(
         queries,
         slots,
         n_rows * n_heads * slots * (head_dim_v + 2) * 4,
+        n_kv_heads * max(1, blocks),
         LaunchConfig(
             (min(slots, share), n_kv_heads, max(1, blocks)), (_THREADS, 1, 1),
             shared_bytes(head_dim, head_dim_v, queries),
@@ -459,11 +478,11 @@ def _plan(
 def shared_bytes(head_dim: int, head_dim_v: int, queries: int) -> int:
     """Dynamic shared memory of ``attend_partial``: AttendShape::FLOATS of the source."""
     widest = max(head_dim, head_dim_v)
-    tile = 128 if widest <= 64 else 64 if widest <= 128 else 32 if widest <= 256 else 16
-    fits = min(_THREADS // (head_dim_v // 4), tile // 4)
+    tile = 64 if widest <= 128 else 32 if widest <= 256 else 16
+    fits = min(_THREADS // 2 // (head_dim_v // 4), tile // 4)
     splits = next(s for s in (8, 4, 2, 1) if fits >= s)
     tile_floats = max(tile * (widest + 4), splits * queries * head_dim_v)
-    scores = _THREADS // tile * queries * tile
+    scores = min(8, _THREADS // tile) * queries * tile
     return 4 * (tile_floats + queries * head_dim + scores + queries)
 
 

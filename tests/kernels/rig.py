@@ -31,6 +31,7 @@ class Planes:
         self.v = self.poisoned(rows * self.v_row + PAD)
         self.len_d = self.upload(np.zeros(1, np.int32))
         self.base_d = self.upload(np.zeros(1, np.int32)) if ring else None
+        self.tickets = self.upload(np.zeros(kv_attend.TICKETS, np.uint32))
 
     def poisoned(self, n_bytes):
         buffer = self.device.alloc(n_bytes, self.stream)
@@ -78,8 +79,11 @@ class Planes:
             self.v_format.decode(v[:n]).reshape(n, self.n_kv_heads, self.head_dim_v),
         )
 
-    def attend(self, q, *, workspace=None, lse=False, sinks=None, **options):
-        """Run attention; returns out, or (out, lse). Output and workspace start as NaN."""
+    def attend(self, q, *, workspace=None, lse=False, sinks=None, joined=True, **options):
+        """Run attention; returns out, or (out, lse). Output and workspace start as NaN.
+
+        Not ``joined``: in two launches.
+        """
         n, n_heads, _ = q.shape
         size = kv_attend.workspace_bytes(
             self.device, n, n_heads, self.head_dim_v, self.rows,
@@ -96,6 +100,7 @@ class Planes:
             len_d=self.len_d, k_format=self.k_format, v_format=self.v_format, rows=self.rows,
             n_kv_heads=self.n_kv_heads, head_dim=self.head_dim, head_dim_v=self.head_dim_v,
             workspace=workspace.view(0, (size // 4,), np.float32), base_d=self.base_d, lse=sums,
+            tickets=self.tickets if joined else None,
             sinks=None if sinks is None else self.upload(sinks), **options,
         )  # fmt: skip
         result = out.to_numpy(self.stream)

@@ -51,6 +51,10 @@ def attend(text):
     for order in ORDERS:
         partial, length = kv.run_partial(text, length=300, order=order)
         kv.run_combine(text, partial, length, order=order)
+        for n_blocks in (1, 3):  # which join their chunks themselves, 4 queries at a time
+            joined = np.full((5, 2, 64), np.nan, F32)
+            kv.run_partial(text, queries=16, n=5, length=300, order=order, n_blocks=n_blocks,
+                           joined=joined)  # fmt: skip
 
 
 def attend_mma(text):

@@ -100,6 +100,24 @@ def test_n_rows_are_n_single_rows(stream, head_dim, n_kv_heads, group):
     assert error(out, reference(planes, q, length)[0]) <= BOUND
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "group"), [(64, 64, 3), (96, 96, 9), (64, 512, 3), (256, 128, 6)]
+)
+def test_one_launch_equals_two(stream, head_dim, head_dim_v, group):
+    """The block that finishes last joins the chunks to the bits of the second kernel."""
+    planes, rng = filled(stream, 2, head_dim, 2300, head_dim_v=head_dim_v, n=1500)
+    sinks = normal(rng, 2 * group)
+    for n, length, options in (
+        (1, 0, {}), (1, 63, {}), (3, 62, {}), (1, 200, {"sinks": sinks}), (4, 1490, {}),
+        (3, 1490, {"window": 900, "softcap": 20.0}),
+    ):  # fmt: skip
+        q = normal(rng, n, 2 * group, head_dim)
+        planes.set_len(length)
+        one, two = (planes.attend(q, lse=True, joined=j, **options) for j in (True, False))
+        assert same(one[0], two[0]) and same(one[1], two[1])
+        assert not planes.tickets.to_numpy(stream).any()
+
+
 def test_counted_lengths(stream):
     planes, rng = filled(stream, 1, 64, 80)
     q = normal(rng, 3, 2, 64)

@@ -13,22 +13,30 @@ PARTIAL = "attend_partial<Q8_0, Q5_1, {d}, {d}, {queries}>"
 
 
 def run_partial(
-    source, d=64, queries=4, n=2, group=2, length=150, window=0, order="forward", **how
+    source, d=64, queries=4, n=2, group=2, length=150, window=0, order="forward", n_blocks=1,
+    joined=None, **how
 ):  # fmt: skip
-    """The first kernel over a plane of 1 kv head, whose last rows are never written."""
+    """The first kernel over a plane of 1 kv head, whose last rows are never written.
+
+    With an array ``joined`` of the results its blocks join the chunks too.
+    """
     rng = np.random.default_rng(0)
     used = length + n
     k, v = Q8_0.encode(normal(rng, used, d)), Q5_1.encode(normal(rng, used, d))
     q = normal(rng, n, group, d)
     slots = kv_attend.n_slots(used, n, window, False)
     partial = np.full((n, group, slots, d + 2), np.nan, F32)
+    tickets = None if joined is None else np.zeros(-(-n * group // queries), np.uint32)
     how = how or {"check": True}
     kernel = runner.quick(source, PARTIAL.format(d=d, queries=queries), **how)
     kernel(
-        (1, 1, -(-n * group // queries)), 128, kv_attend.shared_bytes(d, d, queries),
+        (n_blocks, 1, -(-n * group // queries)), kv_attend._THREADS,
+        kv_attend.shared_bytes(d, d, queries),
         q, k, v, I32(n), I32(1), I32(group), I32(used), I32(window), I32(0), F32(d**-0.5), F32(0),
-        np.array([length], I32), None, None, partial, I32(slots), order=order, seed=3,
+        np.array([length], I32), None, None, partial, I32(slots), tickets, np.zeros(group, F32),
+        joined, None, order=order, seed=3,
     )  # fmt: skip
+    assert tickets is None or not tickets.any()
     return partial, length
 
 
@@ -50,7 +58,11 @@ def run_combine(source, partial, length, window=0, order="forward", **how):
 def test_attention_is_clean(d, queries, n, group, order):
     options = {"window": 70, "order": order}
     partial, length = run_partial("kv/attend.cu", d, queries, n, group, **options)
-    assert np.isfinite(run_combine("kv/attend.cu", partial, length, **options)).all()
+    apart = run_combine("kv/attend.cu", partial, length, **options)
+    assert np.isfinite(apart).all()
+    joined = np.full_like(apart, np.nan)
+    run_partial("kv/attend.cu", d, queries, n, group, n_blocks=3, joined=joined, **options)
+    assert np.array_equal(joined, apart)
 
 
 def run_append(fmt, x, source="kv/append.cu", order="random", **how):
