@@ -24,6 +24,16 @@ def _gpu_present() -> bool:
         return False
 
 
+def _compiler_present() -> bool:
+    from memra_lowlevel.compile import nvrtc
+    from memra_lowlevel.errors import MemraError
+
+    try:
+        return bool(nvrtc.library())
+    except MemraError:
+        return False
+
+
 def _scale() -> int:
     return int(os.environ.get("MEMRA_TEST_SCALE", "1"))
 
@@ -42,6 +52,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             and item.get_closest_marker("gpu")
         )
     ]
+    asking = [item for item in items if item.get_closest_marker("nvrtc")]
+    if asking and not _compiler_present():
+        for item in asking:
+            item.add_marker(pytest.mark.skip(reason="no NVRTC of this major"))
     if not any(item.get_closest_marker("gpu") for item in items) or _gpu_present():
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")

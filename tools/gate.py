@@ -188,6 +188,18 @@ FAULTS = (
         "LIMIT = 0.05", "LIMIT = 0.5",
         ("tests/bench/test_regress.py",), True,
     ),
+    Fault(
+        "loss-forgiven", "the check on a GPU is green though a benchmark lost its share",
+        "tools/gpu_check.py",
+        'return {"ok": not lost, "passed"', 'return {"ok": True, "passed"',
+        ("tests/bench/test_gpu_check.py",), True,
+    ),
+    Fault(
+        "skip-forgiven", "the check on a GPU is green though tests were skipped",
+        "tools/gpu_check.py",
+        '"ok": not failures and not skipped and', '"ok": not failures and',
+        ("tests/bench/test_gpu_check.py",), True,
+    ),
 )  # fmt: skip
 """Every fault; ``cheap`` ones are tried in CI."""
 

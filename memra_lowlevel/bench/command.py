@@ -6,6 +6,7 @@ import argparse
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,7 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; status 2 for a group that does not exist."""
+    """Run the command; status 1 if a group failed, 2 for a group that does not exist.
+
+    The file is written after each group, so that what ends the process costs one group, not all.
+    """
     from ..runtime.device import Device
     from . import plot, result
     from .run import Run
@@ -74,20 +78,28 @@ def run(args: argparse.Namespace) -> int:
             )
         about = result.environment(device)
         state = Run(device, stream, peers=not args.no_peers, small=small)
+        failed = []
         with _progress(groups, state) as begin:
             for name in groups:
                 begin(name)
-                measure(state, name)
+                try:
+                    measure(state, name)
+                except Exception as error:
+                    traceback.print_exc()
+                    failed.append(name)
+                    state.rows[:] = [row for row in state.rows if row.group != name]
+                    state.notes.append(f"{name}: failed, {type(error).__name__}: {error}"[:300])
+                if args.json:
+                    result.write(args.json, state.rows, about=about, notes=state.notes)
         for note in dict.fromkeys(state.notes):
             print(f"not measured: {note}", flush=True)
         # A group that needs the ceilings leaves them in the file: they are what it is compared to.
         if args.json:
-            result.write(args.json, state.rows, about=about, notes=state.notes)
             print(f"bench: wrote {args.json}", flush=True)
         if args.plot:
             plot.draw(args.plot, state.rows, about)
             print(f"bench: wrote {args.plot}", flush=True)
-    return 0
+    return 1 if failed else 0
 
 
 def measure(state: Run, name: str) -> None:

@@ -110,6 +110,7 @@ def test_preload_leaves_nothing_to_load(device, stream, monkeypatch):
     graph.close()
 
 
+@pytest.mark.nvrtc
 def test_a_source_that_does_not_compile_is_raised(device):
     bad = KernelSpec(
         name="bad", source="kv/counters.cu", entry="no_such_template<{n}>", oracle="a:b",
