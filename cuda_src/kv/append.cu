@@ -1,6 +1,7 @@
 // Appends rows of K and V to their planes, quantised, in one launch.
 #include "common/block32.cuh"
 #include "common/counters.cuh"
+#include "common/dependent.cuh"
 
 constexpr int APPEND_THREADS = 128;
 constexpr int APPEND_RESIDENT = 10;  // blocks per multiprocessor: registers for that many, not more
@@ -130,6 +131,8 @@ __global__ void __launch_bounds__(APPEND_THREADS, APPEND_RESIDENT)
               const int32_t* NULLABLE base_d, const uint64_t* NULLABLE table,
               int32_t* NULLABLE fault) {
     __shared__ uint4 stages[APPEND_WARPS][2 * STAGE_VECTORS];
+    admit_successor();
+    await_predecessor();
     const int warp = threadIdx.x / WARP_LANES;
     const int side = blockIdx.z;
     const Target target = {side == 0 ? k_plane : v_plane, len_d, base_d, table, capacity};

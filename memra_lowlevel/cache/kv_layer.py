@@ -203,7 +203,7 @@ class KvLayer(Closing):
         return range(start, end)
 
     # -- rows in, attention out -------------------------------------------------------------------
-    def append(self, stream: Stream, k: Buffer, v: Buffer) -> None:
+    def append(self, stream: Stream, k: Buffer, v: Buffer, *, programmatic: bool = False) -> None:
         """Quantise rows and write them behind the length, which does not move.
 
         Parameters
@@ -211,6 +211,8 @@ class KvLayer(Closing):
         stream : Stream
         k, v : Buffer
             f32 ``[n, kv_dim_k]`` and ``[n, kv_dim_v]``, already normalised and rotated.
+        programmatic : bool
+            Start while the predecessor, a kernel of the stream, still runs, on GPUs that can.
 
         Raises
         ------
@@ -232,6 +234,7 @@ class KvLayer(Closing):
         kv_append.append(
             stream, k, v, self.k, self.v, self.len_d,
             k_format=self.k_format, v_format=self.v_format, rows=self.rows, base_d=self.base_d,
+            programmatic=programmatic,
         )  # fmt: skip
 
     def reserve(self, stream: Stream, n: int) -> None:

@@ -48,6 +48,7 @@ registry.register(
         ),
         hot=True,
         same_bits=True,
+        pdl="waits",
     )
 )  # fmt: skip
 
@@ -71,6 +72,7 @@ def append(
     base_d: Buffer | None = None,
     table: Buffer | None = None,
     fault: Buffer | None = None,
+    programmatic: bool = False,
 ) -> None:
     """Write n rows of K and V behind the length; the length itself does not move.
 
@@ -94,6 +96,9 @@ def append(
         ``rows`` holds for all. What it points to must be kept alive by the caller.
     fault : Buffer, optional
         i32[2] of :func:`fault_buffer`; keeps the first block that does not read back finite.
+    programmatic : bool
+        Start while the predecessor, a kernel of the stream, still runs, on GPUs that can; see
+        :mod:`~memra_lowlevel.kernels.model`.
 
     Raises
     ------
@@ -115,7 +120,10 @@ def append(
                 raise _refused(name, f"at least {need} bytes ({rows} rows)", f"{plane.n_bytes}")
     elif table.n_bytes < n * 40:
         raise _refused("table", f"u64[{n}, 5]", f"{table.n_bytes} bytes")
-    _launch(stream, kernel, k, v, k_plane, v_plane, rows, len_d, base_d, table, fault)
+    _launch(
+        stream, kernel, k, v, k_plane, v_plane, rows, len_d, base_d, table, fault,
+        programmatic=programmatic,
+    )  # fmt: skip
 
 
 def check_finite(
@@ -193,11 +201,15 @@ def _launch(
     base_d: Buffer | None,
     table: Buffer | None,
     fault: Buffer | None,
+    *,
+    programmatic: bool = False,
 ) -> None:
     n, width_k, width_v = k.shape[0], k.shape[1], v.shape[1]
     if n == 0:
         return
-    config, group = _plan(n, max(width_k, width_v))
+    device = stream.device
+    early = programmatic and device.kind == "cuda" and int(device.arch[3:]) >= 90
+    config, group = _plan(n, max(width_k, width_v), early)
     launch(
         stream, config, kernel,
         k, v, k_plane, v_plane, n, group, width_k, width_v, rows, len_d, base_d, table, fault,
@@ -205,12 +217,15 @@ def _launch(
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(n: int, width: int) -> tuple[LaunchConfig, int]:
+def _plan(n: int, width: int, early: bool) -> tuple[LaunchConfig, int]:
     """Choose the grid and the rows that a warp takes: as few as a grid can have blocks for."""
     runs = -(-width // (BLOCK * _RUN))
     warps = min(_THREADS // _WARP, runs)
     group = -(-n // _MAX_GRID_Y)
-    return LaunchConfig((-(-runs // warps), -(-n // group), 2), (warps * _WARP, 1, 1)), group
+    config = LaunchConfig(
+        (-(-runs // warps), -(-n // group), 2), (warps * _WARP, 1, 1), programmatic=early
+    )
+    return config, group
 
 
 def _widths(k: Buffer, v: Buffer) -> tuple[int, int, int]:
