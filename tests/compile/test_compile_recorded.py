@@ -110,13 +110,21 @@ def test_a_store_of_notes_answers_without_a_compiler(
     for names in ([NAMES[0]], wide, [NAMES[1], "scale<128, float>"]):
         recorded.note(Job(sample, "host", tuple(names), name="s.cu"))
     recorded.note(Job("int x = ;", "host", name="bad.cu"))
+    plain = '#include "common/device.cuh"\nKERNEL void f() {}\n'
+    for names in (["no_such"], []):  # one that does not compile covers another that does
+        recorded.note(Job(plain, "host", tuple(names), name="plain.cu"))
     out = tmp_path / "store.zip"
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools/build_cubins.py"), str(out), "--arch", "sm_90",
          "--recorded", str(notes)],
         capture_output=True, text=True, env={**os.environ, recorded.VARIABLE: ""}, check=True,
     )  # fmt: skip
-    assert "2 images for sm_90" in done.stdout and "left out: bad.cu" in done.stderr
+    assert "3 images for sm_90" in done.stdout and "left out: bad.cu" in done.stderr
+    verify = [sys.executable, str(ROOT / "tools/build_cubins.py"), str(out), "--verify",
+              "--recorded", str(notes)]  # fmt: skip
+    checked = subprocess.run(verify, capture_output=True, text=True)
+    assert "0 damaged; 4 of 6 noted jobs are answered" in checked.stdout
+    assert "not there: bad.cu for sm_90" in checked.stderr
     monkeypatch.setattr(nvrtc, "library", lambda: pytest.fail("NVRTC was asked"))
     store = aot.use(out)
     try:
