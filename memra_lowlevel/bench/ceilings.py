@@ -12,6 +12,7 @@ import numpy as np
 from ..kernels import registry
 from ..runtime.launch import LaunchConfig, launch
 from .clock import ROTATION_BYTES, n_sets
+from .nodes import measure_nodes
 from .result import Row
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ def measure(run: Run) -> Ceilings:
         row = Row(f"copy {_size(n_bytes)}", "us", samples, group="ceilings")
         row.extra["bytes"] = 2 * n_bytes
         copy_us[n_bytes] = run.add(row).median
+    measure_nodes(run, source, reading)
     for buffer in (source, target, out):
         buffer.close()
     return Ceilings(read_us, copy_us)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ..runtime.device import Device
     from ..runtime.stream import Stream
 
-__all__ = ["ROTATION_BYTES", "graph_us", "host_us", "n_sets"]
+__all__ = ["ROTATION_BYTES", "graph_us", "host_us", "host_us_in_turn", "n_sets"]
 
 ROTATION_BYTES = 192 << 20
 """Bytes over which repeated work rotates: three times the largest L2, so that none serves it."""
@@ -87,20 +87,37 @@ def host_us(
     n_samples: int = 31,
     args: Sequence[object] = (),
 ) -> list[float]:
-    """Host time per ``call(*args)``, in µs; ``settle`` drains the device between the samples.
+    """Host time per ``call(*args)``, in µs; ``settle`` drains the device between the samples."""
+    return host_us_in_turn([(call, args, n_calls)], settle, n_samples)[0]
 
-    The call stands in a loop by itself, with its arguments in local variables, so that neither a
-    wrapper nor a look-up is measured with it.
+
+def host_us_in_turn(
+    calls: Sequence[tuple[Callable[..., object], Sequence[object], int]],
+    settle: Callable[[], object],
+    n_samples: int = 31,
+) -> list[list[float]]:
+    """Host time of several calls, in µs each, their samples taken in turn.
+
+    Parameters
+    ----------
+    calls : sequence of (callable, arguments, count)
+        A sample makes ``count`` calls; each stands in a loop by itself, with its arguments in local
+        variables, so that neither a wrapper nor a look-up is measured with it.
+    settle
+        Drains the device after each sample.
+    n_samples
+        Per call. What drifts, such as a clock, then drifts for all calls alike.
     """
-    loop = _loop(len(args))
-    loop(range(n_calls), call, *args)
-    settle()
-    samples = []
-    for _ in range(n_samples):
-        start = time.perf_counter_ns()
-        loop(range(n_calls), call, *args)
-        samples.append((time.perf_counter_ns() - start) / 1e3 / n_calls)
-        settle()
+    samples: list[list[float]] = [[] for _ in calls]
+    for turn in range(n_samples + 1):  # the first one warms up
+        for (call, args, n_calls), found in zip(calls, samples, strict=True):
+            loop = _loop(len(args))
+            start = time.perf_counter_ns()
+            loop(range(n_calls), call, *args)
+            elapsed = time.perf_counter_ns() - start
+            settle()
+            if turn:
+                found.append(elapsed / 1e3 / n_calls)
     return samples
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from .. import native
 from ..kernels import registry
 from ..runtime.launch import LaunchConfig, launch, launch_many, prepare
-from .clock import host_us
+from .clock import host_us_in_turn
 from .result import Row
 
 if TYPE_CHECKING:
@@ -38,45 +39,52 @@ def measure_launch(run: Run) -> None:
     plan.launch(stream)
     stream.sync()
     n_calls, n_samples = (_BATCH, 3) if run.small else (N_CALLS, 31)
-    baseline = _C_LAUNCH if plan._plan is not None else None
-
-    def add(
-        what: str,
-        call: Callable[..., Any],
-        *words: Any,
-        per: int = 1,
-        goal: float | None = None,
-        **more: Any,
-    ) -> Row:
-        samples = host_us(call, stream.sync, max(1, n_calls // per), n_samples, words)
-        return run.add(
-            Row(
-                what, "us", [s / per for s in samples], work="launch", baseline=baseline,
-                goal=goal, **more,
-            )
-        )  # fmt: skip
-
-    c_us: float | None = None
-    if baseline is not None:
-        lib, cell = native.lib, stream.cell
-        raw, baseline = baseline, None
-        c_us = add(
-            _C_LAUNCH, lib.mll_bare_launches, plan._plan, cell, n_calls, per=n_calls, peer="C"
-        ).median
-        baseline = raw
-    else:
+    calls: dict[str, _Call] = {
+        "launch, prepared": (plan.launch, (stream,), 1),
+        "launch, many at once": (launch_many, (stream, [plan] * _BATCH), _BATCH),
+        "launch, new arguments": (launch, (stream, config, kernel, *arguments), 1),
+    }
+    c_row = _C_LAUNCH if plan._plan is not None else None
+    if c_row is None:
         run.notes.append("C: the compiled launch path is missing, so nothing to compare with")
-    goal = None if c_us is None else round(1.05 * c_us, 3)
-    add("launch, prepared", plan.launch, stream, goal=goal)
-    add("launch, new arguments", launch, stream, config, kernel, *arguments)
-    add("launch, many at once", launch_many, stream, [plan] * _BATCH, per=_BATCH, goal=goal)
+    else:
+        bare = (native.lib.mll_bare_launches, (plan._plan, stream.cell, n_calls), n_calls)
+        calls = {c_row: bare, **calls}
+    found = _in_turn(calls, stream.sync, n_calls, n_samples)
+    goals = {}
+    if c_row is not None:
+        most = round(1.05 * median(found[c_row]), 3)
+        goals = dict.fromkeys(("launch, prepared", "launch, many at once"), most)
+    for what, samples in found.items():
+        run.add(_row(what, samples, "launch", c_row, goals.get(what)))
+    _with_sync(run, plan, c_row)
     _overhead(run)
     if run.peers and device.kind == "cuda":
         from .peers import launch_rows
 
-        launch_rows(run, kernel, source, out, baseline)
+        launch_rows(run, kernel, source, out, c_row)
     for buffer in (source, out):
         buffer.close()
+
+
+def _with_sync(run: Run, plan: Any, c_row: str | None) -> None:
+    """Time a launch and the wait for it: what one step costs that is not captured."""
+    stream = run.stream
+
+    def ours() -> None:
+        plan.launch(stream)
+        stream.sync()
+
+    def bare() -> None:
+        native.lib.mll_bare_launches(plan._plan, stream.cell, 1)
+        stream.sync()
+
+    calls: dict[str, _Call] = {"launch + sync": (ours, (), 1)}
+    if c_row is not None:
+        calls = {f"{c_row} + sync": (bare, (), 1), **calls}
+    n_calls, n_samples = (2, 3) if run.small else (50, 21)
+    for what, samples in _in_turn(calls, _nothing, n_calls, n_samples).items():
+        run.add(_row(what, samples, "launch + sync", c_row and f"{c_row} + sync", None))
 
 
 def measure_replay(run: Run, n_nodes: int = N_NODES) -> None:
@@ -86,6 +94,21 @@ def measure_replay(run: Run, n_nodes: int = N_NODES) -> None:
     source = device.zeros((4,), np.uint32, stream)
     out = device.zeros((32,), np.uint32, stream)
     plan = prepare(device, LaunchConfig(1, 32), kernel, source, 0, 1, out)
+    plan.launch(stream)
+    has_c = _chain(run, plan, n_nodes, "")
+    _chain(run, plan, 1, " 1 node")
+    _replay_overhead(run)
+    if run.peers and device.kind == "cuda":
+        from .peers import replay_rows
+
+        replay_rows(run, kernel, source, out, n_nodes, _C_REPLAY if has_c else None)
+    for buffer in (source, out):
+        buffer.close()
+
+
+def _chain(run: Run, plan: Any, n_nodes: int, which: str) -> bool:
+    """Add the rows of one chain, ``which`` behind their names; True if C was measured too."""
+    stream = run.stream
     with stream.capture("chain") as graph:
         for _ in range(n_nodes):
             plan.launch(stream)
@@ -94,44 +117,54 @@ def measure_replay(run: Run, n_nodes: int = N_NODES) -> None:
         step.upload(stream)
         step.launch(stream)
         stream.sync()
+        cell = step._cell
 
         def both() -> None:
             step.launch(stream)
             stream.sync()
 
-        has_c = step._cell is not None
-        if has_c:
-            lib, cell, exe = native.lib, stream.cell, step._cell
+        def c_both() -> None:
+            native.lib.mll_bare_graph_launches(cell, stream.cell, 1)
+            stream.sync()
 
-            def c_both() -> None:
-                lib.mll_bare_graph_launches(exe, cell, 1)
-                stream.sync()
+        replay, synced, c_row = f"replay{which}", f"replay{which} + sync", f"replay{which}, C"
+        hosts: dict[str, _Call] = {replay: (step.launch, (stream,), 1)}
+        waits: dict[str, _Call] = {synced: (both, (), 1)}
+        if cell is not None:
+            bare = native.lib.mll_bare_graph_launches
+            hosts = {c_row: (bare, (cell, stream.cell, n_calls), n_calls), **hosts}
+            waits = {f"{c_row} + sync": (c_both, (), 1), **waits}
+        for calls, settle, factor, more in (
+            (hosts, stream.sync, 1.0, 0.1), (waits, _nothing, 1.03, 0.0),
+        ):  # fmt: skip
+            found = _in_turn(calls, settle, n_calls, n_samples)
+            work, base = list(calls)[-1], None if cell is None else next(iter(calls))
+            goal = None if base is None else round(factor * median(found[base]) + more, 3)
+            for what, samples in found.items():
+                run.add(_row(what, samples, work, base, goal if what == work else None))
+    return cell is not None
 
-            bare = lib.mll_bare_graph_launches
-            samples = host_us(bare, stream.sync, 1, n_samples, (exe, cell, n_calls))
-            samples = [s / n_calls for s in samples]
-            run.add(Row(_C_REPLAY, "us", samples, peer="C", work="replay"))
-            samples = host_us(c_both, _nothing, n_calls, n_samples)
-            run.add(Row(f"{_C_REPLAY} + sync", "us", samples, peer="C", work="replay + sync"))
-        medians = {row.what: row.median for row in run.rows if has_c}
-        for work, call, words, settle, factor, more in (
-            ("replay", step.launch, (stream,), stream.sync, 1.0, 0.1),
-            ("replay + sync", both, (), _nothing, 1.03, 0.0),
-        ):
-            c_row = work.replace("replay", _C_REPLAY) if has_c else None
-            run.add(
-                Row(
-                    work, "us", host_us(call, settle, n_calls, n_samples, words), baseline=c_row,
-                    goal=None if c_row is None else round(factor * medians[c_row] + more, 3),
-                )
-            )  # fmt: skip
-    _replay_overhead(run)
-    if run.peers and device.kind == "cuda":
-        from .peers import replay_rows
 
-        replay_rows(run, kernel, source, out, n_nodes, _C_REPLAY if has_c else None)
-    for buffer in (source, out):
-        buffer.close()
+_Call = tuple[Callable[..., object], Sequence[object], int]
+"""What to call, its arguments, and how many operations one call makes."""
+
+
+def _in_turn(
+    calls: dict[str, _Call], settle: Callable[[], object], n_calls: int, n_samples: int
+) -> dict[str, list[float]]:
+    """Give samples per operation in µs, by name."""
+    counted = [(call, words, max(1, n_calls // per)) for call, words, per in calls.values()]
+    found = host_us_in_turn(counted, settle, n_samples)
+    return {
+        what: [s / per for s in samples]
+        for (what, (_, _, per)), samples in zip(calls.items(), found, strict=True)
+    }
+
+
+def _row(what: str, samples: list[float], work: str, base: str | None, goal: float | None) -> Row:
+    if what == base:
+        return Row(what, "us", samples, peer="C", work=work)
+    return Row(what, "us", samples, work=work, baseline=base, goal=goal)
 
 
 def _overhead(run: Run) -> None:

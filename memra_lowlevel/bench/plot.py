@@ -1,4 +1,4 @@
-"""Plots of a result: attention's share of the ceiling, and its time, against the context."""
+"""Plots of a result: attention against the context, and every kernel against the memory's roof."""
 
 from __future__ import annotations
 
@@ -43,8 +43,26 @@ def series(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return {name: curve for name, curve in ordered.items() if len(curve) > 1}
 
 
+def roof(rows: Iterable[Row]) -> tuple[list[tuple[float, float]], dict[str, list[Row]]]:
+    """Give the read ceiling as (bytes, bytes per µs) by size, and our rows with bytes by group."""
+    ceiling: list[tuple[float, float]] = []
+    points: dict[str, list[Row]] = {}
+    for row in rows:
+        if "bytes" not in row.extra or row.unit != "us" or row.peer is not None:
+            continue
+        if row.group == "ceilings":
+            if row.what.startswith("read") and "L2" not in row.what:
+                ceiling.append((row.extra["bytes"], row.extra["bytes"] / row.median))
+        else:
+            points.setdefault(row.group, []).append(row)
+    return sorted(ceiling), points
+
+
 def draw(path: Path, rows: Sequence[Row], about: Mapping[str, Any], seal: str = "") -> None:
-    """Write a figure of two panels; the format follows the file's suffix.
+    """Write a figure; the format follows the file's suffix.
+
+    Three panels: attention's share of the ceiling and its time, against the context, and the rate
+    at which each of our kernels moves its bytes, below the rate of a pure read.
 
     Parameters
     ----------
@@ -73,7 +91,7 @@ def draw(path: Path, rows: Sequence[Row], about: Mapping[str, Any], seal: str = 
 
     matplotlib.rcParams["svg.hashsalt"] = "memra"  # the same rows give the same file
     matplotlib.rcParams["svg.fonttype"] = "none"
-    figure, (share, time) = pyplot.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
+    figure, (share, time, rate) = pyplot.subplots(1, 3, figsize=(17, 4.8), layout="constrained")
     for name, curve in curves.items():
         contexts = [row.extra["ctx"] for row in curve]
         style = {"linestyle": ":", "linewidth": 1.0} if curve[0].peer else {"marker": "o"}
@@ -90,7 +108,19 @@ def draw(path: Path, rows: Sequence[Row], about: Mapping[str, Any], seal: str = 
         panel.set_xscale("log", base=2)
         panel.grid(alpha=0.3)
     share.legend(fontsize=7)
-    figure.suptitle(f"Decode attention, {about.get('device')}", fontsize=10)
+    ceiling, groups = roof(rows)
+    if ceiling:
+        rate.plot(
+            *zip(*[(n, r / 1e6) for n, r in ceiling], strict=True), color="black", label="read"
+        )
+    for group, points in groups.items():
+        n_bytes = [row.extra["bytes"] for row in points]
+        speeds = [n / row.median / 1e6 for n, row in zip(n_bytes, points, strict=True)]
+        rate.plot(n_bytes, speeds, "o", markersize=3, label=group)
+    rate.set(xlabel="bytes", ylabel="TB/s", xscale="log", yscale="log")
+    rate.grid(alpha=0.3)
+    rate.legend(fontsize=7)
+    figure.suptitle(f"Decode attention and the memory's roof, {about.get('device')}", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {"Date": None, "Description": f"seal {seal}"} if path.suffix == ".svg" else None
     figure.savefig(path, metadata=metadata)

@@ -9,8 +9,11 @@ A document marks a table::
 ``python -m memra_lowlevel.bench.tables`` compares every table with its result file, ``--write``
 refreshes them. Below each table stand the command, commit, device and file; and «older source»
 where the code that it speaks of has changed since. A table of times outside such marks is refused.
-A figure is marked above its image, ``<!-- figure: docs/attention.svg from FILE.json -->``; it must
-have been drawn from that file.
+A figure is marked like a table, ``<!-- figure: docs/attention.svg from FILE.json -->``; ``--write``
+draws it.
+
+``--from FILE.json`` first points the marks at a new result file (:mod:`.repoint`). A mark that
+waits for its first one says ``from pending``.
 """
 
 from __future__ import annotations
@@ -26,14 +29,18 @@ from typing import Any
 from ..errors import ArgumentError
 from .result import REPOSITORY, Result, load, ratio
 
-__all__ = ["END", "KINDS", "OLDER", "Problem", "check", "documents", "main", "render", "rewritten"]
+__all__ = [
+    "END", "KINDS", "MARK", "OLDER", "PENDING", "Problem", "check", "documents", "main", "render",
+    "rewritten",
+]  # fmt: skip
 
 OLDER = "«older source»"
 """Mark of a table whose code has changed since it was measured."""
 
 END = "<!-- end of table -->"
-_BEGIN = re.compile(r"<!-- table: (?P<kind>[\w-]+) from (?P<path>\S+) -->")
+MARK = re.compile(r"<!-- (?:table: (?P<kind>[\w-]+)|figure: \S+\.svg) from (?P<path>\S+) -->")
 _FIGURE = re.compile(r"<!-- figure: (?P<figure>\S+\.svg) from (?P<path>\S+) -->")
+PENDING = "pending"
 _UNIT = re.compile(r"(?<![\w])(?:µs|us|ms|ns|TB/s|GB/s|tokens/s)(?![\w])")
 _NUMBER = re.compile(r"\d")
 
@@ -83,7 +90,7 @@ def check(root: Path = REPOSITORY, *, write: bool = False) -> list[Problem]:
     for document in documents(root):
         text = document.read_text(encoding="utf-8")
         fresh, found = rewritten(text, root)
-        found += _figures(text, root, write=write)
+        found += _figures(fresh if write else text, root, write=write)
         if write and fresh != text:
             document.write_text(fresh, encoding="utf-8")
         elif fresh != text:
@@ -101,7 +108,7 @@ def rewritten(text: str, root: Path) -> tuple[str, list[tuple[int, str]]]:
     at = 0
     while at < len(lines):
         line = lines[at]
-        begin = _BEGIN.search(line)
+        begin = MARK.search(line)
         if begin is None:
             if _times(lines, at):
                 problems.append(
@@ -111,13 +118,13 @@ def rewritten(text: str, root: Path) -> tuple[str, list[tuple[int, str]]]:
             at += 1
             continue
         end = next((i for i in range(at + 1, len(lines)) if lines[i].strip() == END), None)
-        if end is None or any(_BEGIN.search(other) for other in lines[at + 1 : end]):
+        if end is None or any(MARK.search(other) for other in lines[at + 1 : end]):
             problems.append((at + 1, f"the mark has no {END}"))
             out.append(line)
             at += 1
             continue
         try:
-            body = render(begin["kind"], load(root / begin["path"]), begin["path"])
+            body = _body(line, begin["kind"], begin["path"], root)
         except ArgumentError as error:
             problems.append((at + 1, str(error)))
             body = lines[at + 1 : end]
@@ -126,12 +133,25 @@ def rewritten(text: str, root: Path) -> tuple[str, list[tuple[int, str]]]:
     return "\n".join(out), problems
 
 
+def _body(line: str, kind: str | None, path: str, root: Path) -> list[str]:
+    """Return what stands between a mark and its end."""
+    if path.startswith(PENDING):
+        return ["*Not measured yet.*"]
+    result = load(root / path)
+    if kind is not None:
+        return render(kind, result, path)
+    mark = _FIGURE.search(line)
+    assert mark is not None
+    image = f"![Attention and its ceiling](/{mark['figure']})"
+    return [image, "", _caption("attend", result, path)]
+
+
 def _figures(text: str, root: Path, *, write: bool) -> list[tuple[int, str]]:
     """Tell which figures were not drawn from the file they name; ``write`` draws them anew."""
     problems = []
     for number, line in enumerate(text.split("\n"), 1):
         mark = _FIGURE.search(line)
-        if mark is None:
+        if mark is None or mark["path"].startswith(PENDING):
             continue
         try:
             result, figure = load(root / mark["path"]), root / mark["figure"]
@@ -142,8 +162,6 @@ def _figures(text: str, root: Path, *, write: bool) -> list[tuple[int, str]]:
             drawn = figure.is_file() and f"seal {result.seal}<" in figure.read_text("utf-8")
             if not drawn:
                 problems.append((number, f"{mark['figure']} was not drawn from {mark['path']}"))
-            elif result.stale("attend") and OLDER not in "".join(text.split("\n")[number:][:4]):
-                problems.append((number, f"{mark['figure']} needs the mark {OLDER} below it"))
         except ArgumentError as error:
             problems.append((number, str(error)))
     return problems
@@ -341,8 +359,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compare, or with ``--write`` refresh; status 1 while something differs."""
     parser = argparse.ArgumentParser(description="Tables of the documents from result files.")
     parser.add_argument("--write", action="store_true", help="make every table anew")
+    parser.add_argument(
+        "--from", dest="files", type=Path, action="append", default=[], metavar="FILE",
+        help="point the marks at a new result file first; may be repeated",
+    )  # fmt: skip
     parser.add_argument("--root", type=Path, default=REPOSITORY)
     args = parser.parse_args(argv)
+    if args.files:
+        from .repoint import repoint
+
+        for document in documents(args.root):
+            text = document.read_text(encoding="utf-8")
+            fresh = repoint(text, args.root, args.files)
+            if fresh != text:
+                document.write_text(fresh, encoding="utf-8")
     problems = check(args.root, write=args.write)
     for problem in problems:
         print(problem)
