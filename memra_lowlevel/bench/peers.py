@@ -59,7 +59,8 @@ def replay_rows(
 ) -> None:
     """Time the replay of a chain of small kernels by the libraries that capture."""
     for name, probe in (
-        ("cuda.bindings", _chain_bindings), ("CuPy", _chain_cupy), ("torch", _chain_torch),
+        ("cuda.bindings", _chain_bindings), ("cuda.core", _chain_core), ("CuPy", _chain_cupy),
+        ("torch", _chain_torch),
     ):  # fmt: skip
         with run.guard(name):
             replay, settle, *words = probe(run, kernel, source, out, n_nodes)
@@ -116,6 +117,11 @@ def _bound(run: Run, kernel: Any, source: Any, out: Any) -> tuple[Any, ...]:
 
 
 def _launch_core(run: Run, add: Any, kernel: Any, source: Any, out: Any) -> None:
+    core, queue, config, theirs, words = _core_kernel(run, source, out)
+    add("cuda.core", "cuda.core", queue.sync, core.launch, queue, config, theirs, *words)
+
+
+def _core_kernel(run: Run, source: Any, out: Any) -> tuple[Any, ...]:
     try:
         core = importlib.import_module("cuda.core")
         program = core.Program
@@ -127,8 +133,7 @@ def _launch_core(run: Run, add: Any, kernel: Any, source: Any, out: Any) -> None
     queue = unit.create_stream()
     code = program(SOURCE, "c++", core.ProgramOptions(arch=f"sm_{unit.arch}")).compile("cubin")
     theirs, config = code.get_kernel("peer_read"), core.LaunchConfig(grid=1, block=32)
-    words = (source.ptr, np.uint64(0), np.uint32(1), out.ptr)
-    add("cuda.core", "cuda.core", queue.sync, core.launch, queue, config, theirs, *words)
+    return core, queue, config, theirs, (source.ptr, np.uint64(0), np.uint32(1), out.ptr)
 
 
 def _launch_cupy(run: Run, add: Any, kernel: Any, source: Any, out: Any) -> None:
@@ -192,6 +197,19 @@ def _chain_bindings(run: Run, kernel: Any, source: Any, out: Any, n_nodes: int) 
     checked(cuda.cuGraphUpload(step, handle))
     del keep  # a graph holds the values of its parameters
     return cuda.cuGraphLaunch, lambda: cuda.cuStreamSynchronize(handle), step, handle
+
+
+def _chain_core(run: Run, kernel: Any, source: Any, out: Any, n_nodes: int) -> tuple[Any, ...]:
+    core, queue, config, theirs, words = _core_kernel(run, source, out)
+    core.launch(queue, config, theirs, *words)
+    queue.sync()
+    builder = queue.create_graph_builder()
+    builder.begin_building()
+    for _ in range(n_nodes):
+        core.launch(builder, config, theirs, *words)
+    graph = builder.end_building().complete()
+    graph.upload(queue)
+    return graph.launch, queue.sync, queue
 
 
 def _chain_cupy(run: Run, kernel: Any, source: Any, out: Any, n_nodes: int) -> tuple[Any, ...]:
