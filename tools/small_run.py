@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from memra_lowlevel import Device, LaunchConfig, formats, launch
 from memra_lowlevel.cache import KvLayer, KvRing, RecurLayer, Recurrent, swa_retain_from
-from memra_lowlevel.kernels import kv_attend, registry
+from memra_lowlevel.kernels import kv_attend, latent_attend, registry
 from memra_lowlevel.runtime import Stream
 
 PAIRS = [
@@ -89,6 +89,23 @@ def tensor_cores(device: Device, stream: Stream) -> None:
             workspace=device.empty((size // 4,), np.float32, stream), kernel="mma",
         )  # fmt: skip
         stream.sync()
+
+
+def latent_tensor_cores(device: Device, stream: Stream) -> None:
+    """Attend latent rows by the class that has to be asked for, dense and over a list."""
+    plane = random(device, stream, 90, 192).view(0, (90 * 768,), np.uint8)
+    len_d = device.from_numpy(np.array([80], np.int32), stream)
+    lists = device.from_numpy(np.arange(-1, 69, dtype=np.int32)[None].repeat(2, 0), stream)
+    for heads in (5, 40):
+        q = random(device, stream, 2, heads, 192)
+        out = device.empty((2, heads, 128), np.float32, stream)
+        for indices, n_list in ((None, 0), (lists, 70)):
+            size = latent_attend.workspace_bytes(2, heads, 128, 90, n_list, "f16x2")
+            latent_attend.attend(
+                stream, q, plane, out, len_d=len_d, rows=90, scale=0.1, indices=indices,
+                workspace=device.empty((size // 4,), np.float32, stream), numeric="f16x2",
+            )  # fmt: skip
+    stream.sync()
 
 
 def convolution(device: Device, stream: Stream) -> None:
@@ -167,6 +184,7 @@ def main() -> int:
     with Device(arguments.device) as device, device.stream(name="small") as stream:
         planes(device, stream)
         convolution(device, stream)
+        latent_tensor_cores(device, stream)
         model(device, "tiny")
         model(device, "hybrid")
         layer_cache(device, stream)

@@ -29,6 +29,12 @@ DENSE: dict[tuple[int, int], float | None] = {
 }  # fmt: skip
 """Heads and context to the time to reach, in µs."""
 
+OTHERS: dict[tuple[str, int], float | None] = {
+    ("bf16", 16): 59.0, ("bf16", 64): 65.0, ("bf16", 128): 90.0,
+    ("q8_0", 16): 45.0, ("q8_0", 64): 49.0, ("q8_0", 128): 69.0,
+}  # fmt: skip
+"""Row format and heads to the time to reach at 128 k."""
+
 LISTED: dict[tuple[int, int], float | None] = {(64, 32 * K): 15.0, (64, 128 * K): 15.0}
 SCORED: dict[int, float | None] = {32 * K: 6.0, 128 * K: 12.0, 1024 * K: 45.0}
 CHOSEN: dict[int, float | None] = {8 * K: 7.0, 32 * K: 9.0, 256 * K: 14.0}
@@ -40,10 +46,14 @@ def measure_latent(run: Run) -> None:
     for heads, ctx in [(4, 256)] if small else DENSE:
         _attend(run, heads, ctx, F32, 0, None if small else DENSE[heads, ctx])
     for fmt in () if small else (BF16, Q8_0):
-        _attend(run, 64, 128 * K, fmt, 0, None)
+        for heads in (16, 64, 128):
+            _attend(run, heads, 128 * K, fmt, 0, OTHERS[fmt.name, heads])
+    n_list = 64 if small else TOP_K + POOL - 1
     for heads, ctx in [(4, 256)] if small else LISTED:
-        n_list = 64 if small else TOP_K + POOL - 1
         _attend(run, heads, ctx, F32, n_list, None if small else LISTED[heads, ctx])
+    heads, ctx = (4, 256) if small else (64, 32 * K)
+    _attend(run, heads, ctx, F32, 0, None, "exact")
+    _attend(run, heads, ctx, F32, n_list, None, "exact")
     for ctx in [512] if small else SCORED:
         _score(run, ctx, None if small else SCORED[ctx])
     for n_pools in [300] if small else CHOSEN:
@@ -86,8 +96,11 @@ def _normal(seed: int, *shape: int) -> np.ndarray[Any, np.dtype[np.float32]]:
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
-def _attend(run: Run, heads: int, ctx: int, fmt: Format, n_list: int, goal: float | None) -> None:
-    rank, rope = (64, 32) if run.small else (RANK, ROPE)
+def _attend(
+    run: Run, heads: int, ctx: int, fmt: Format, n_list: int, goal: float | None,
+    numeric: str = "f16x2",
+) -> None:  # fmt: skip
+    rank, rope = (128, 64) if run.small else (RANK, ROPE)
     width, stream = rank + rope, run.stream
     row_bytes = latent_rows.row_bytes(fmt, width)
     n_bytes = (n_list or ctx) * row_bytes
@@ -108,18 +121,18 @@ def _attend(run: Run, heads: int, ctx: int, fmt: Format, n_list: int, goal: floa
         if n_list:
             chosen = np.random.default_rng(2).choice(ctx, min(n_list, ctx), replace=False)
             lists = make.up(np.sort(chosen).astype(np.int32)[None])
-        size = latent_attend.workspace_bytes(1, heads, rank, ctx, n_list)
+        size = latent_attend.workspace_bytes(1, heads, rank, ctx, n_list, numeric)
         workspace, len_d = make.empty((size // 4,)), make.up(np.array([ctx - 1], np.int32))
 
         def attending(plane: Buffer) -> Callable[[], None]:
             return lambda: latent_attend.attend(
                 stream, q, plane, out, len_d=len_d, rows=ctx, workspace=workspace,
-                scale=width**-0.5, format=fmt, indices=lists,
+                scale=width**-0.5, format=fmt, indices=lists, numeric=numeric,
             )  # fmt: skip
 
         kind = f"listed {n_list} of" if n_list else "dense"
         _finish(
-            run, f"latent {kind} ctx {ctx}, {heads} heads, {rank}+{rope}, {fmt}",
+            run, f"latent {kind} ctx {ctx}, {heads} heads, {rank}+{rope}, {fmt}, {numeric}",
             [attending(p) for p in planes], n_bytes, goal, ctx=ctx, heads=heads,
         )  # fmt: skip
 

@@ -74,10 +74,10 @@ def attend(
         )
     n, heads, rank = out.shape
     n_list = 0 if indices is None else indices.shape[-1]
-    at_once = latent_attend.rows_at_once(heads, rank, layer.max_ctx, n_list, scratch_bytes)
+    at_once = latent_attend.rows_at_once(heads, rank, layer.max_ctx, n_list, scratch_bytes, numeric)
     at_once = max(1, min(n, at_once))
     space = layer.workspace.take(
-        stream, latent_attend.workspace_bytes(at_once, heads, rank, layer.max_ctx, n_list)
+        stream, latent_attend.workspace_bytes(at_once, heads, rank, layer.max_ctx, n_list, numeric)
     )
     for first in range(0, n, at_once):
         m = min(at_once, n - first)

@@ -1,7 +1,8 @@
-"""Latent attention, dense and over lists of rows (``cuda_src/latent/attend.cu``), class ``exact``.
+"""Latent attention, dense and over lists of rows (``cuda_src/latent/attend.cu``).
 
-Two launches: partial results per chunk of keys, then their combination. Grids and workspace depend
-on the capacity of the plane (or the length of the lists) and on the device only.
+Class ``exact``; class ``f16x2`` by name (:mod:`.latent_attend_mma`). Two launches: partial results
+per chunk of keys, then their combination. Grids and workspace depend on the capacity of the plane
+(or the length of the lists) and on the device only.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 from ..errors import ArgumentError, FormatUnsupported
 from ..formats import F32, Format
 from ..runtime.launch import LaunchConfig, launch
-from . import latent_rows, registry
+from . import latent_attend_mma, latent_rows, registry
 from .kv_attend import chunk_of
 from .registry import KernelSpec, Tolerance
 
@@ -26,7 +27,9 @@ __all__ = [
     "LIST_CHUNK",
     "MAX_RANK",
     "MAX_ROPE",
+    "Choice",
     "attend",
+    "choose",
     "prepare",
     "rows_at_once",
     "workspace_bytes",
@@ -41,8 +44,8 @@ MAX_ROPE = 256
 LIST_CHUNK = 32
 """Entries of a list that leave one partial result."""
 
-CLASSES = ("exact",)
-"""Numeric classes; see the registry."""
+CLASSES = ("exact", "f16x2")
+"""Numeric classes, the default first; see the registry."""
 
 _THREADS = 256
 _TILE = 16
@@ -144,7 +147,7 @@ def attend(
         raise _refused("q", f"f32 [n, heads, width] beside out {out.shape}", str(q.shape))
     n, heads, width = q.shape
     rank = out.shape[2]
-    check_supported(rank, width - rank, numeric)
+    choice = choose(stream.device, rank, width - rank, numeric)
     latent_rows.check_format(format, width, "latent attend")
     need = rows * latent_rows.row_bytes(format, width)
     if plane.n_bytes < need or plane.ptr % 16:
@@ -161,15 +164,21 @@ def attend(
         n, heads, rank, width - rank, rows, n_list, limits.n_sms, limits.shared_optin_bytes,
         stream.device.kind,
     )  # fmt: skip
-    if workspace.n_bytes < plan.workspace_bytes:
+    need = workspace_bytes(n, heads, rank, rows, n_list, numeric)
+    if workspace.n_bytes < need:
         raise _refused(
-            "workspace", f"at least {plan.workspace_bytes} bytes (workspace_bytes)",
-            f"{workspace.n_bytes}",
-        )  # fmt: skip
+            "workspace", f"at least {need} bytes (workspace_bytes)", f"{workspace.n_bytes}"
+        )
     if n == 0:
         return
-    partial, combine = _kernels(stream.device, format, rank, width - rank, plan)
     behind = ((n if of is None else of) if counted else 0) - first
+    if choice.kernel == "mma":
+        latent_attend_mma.attend(
+            stream, q, plane, out, len_d=len_d, rows=rows, workspace=workspace, scale=scale,
+            format=format, indices=indices, lse=lse, behind=behind,
+        )  # fmt: skip
+        return
+    partial, combine = _kernels(stream.device, format, rank, width - rank, plan)
     launch(
         stream, plan.partial, partial,
         q, plane, n, heads, rows, indices, n_list, behind, scale, len_d, workspace, plan.n_slots,
@@ -178,6 +187,43 @@ def attend(
         stream, plan.combine, combine,
         workspace, out, lse, rows, n_list, behind, len_d, plan.n_slots,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel for a plane, and why it is this one.
+
+    Attributes
+    ----------
+    kernel : str
+        ``"mma"`` (tensor cores, class ``f16x2``) or ``"simt"`` (class ``exact``, every shape).
+    reason : str
+    """
+
+    kernel: str
+    reason: str
+
+
+def choose(device: Device, kv_rank: int, d_rope: int, numeric: str = "exact") -> Choice:
+    """Say which kernel :func:`attend` takes for a numeric class; a class is never changed unasked.
+
+    Raises
+    ------
+    FormatUnsupported
+        No kernel of the class does this shape on this device.
+    """
+    check_supported(kv_rank, d_rope, numeric)
+    refusal = latent_attend_mma.refusal(device, kv_rank, d_rope)
+    if numeric == "f16x2":
+        if refusal is not None:
+            raise FormatUnsupported(
+                f"latent attention of class f16x2 does not do {refusal}; numeric='exact' does",
+                op="latent attend", head_dim=kv_rank, arch=device.arch, nearest=["exact"],
+            )  # fmt: skip
+        return Choice("mma", "class f16x2 was asked for")
+    if refusal is not None:
+        return Choice("simt", f"class exact; class f16x2 does not do {refusal}")
+    return Choice("simt", "class exact, the default; numeric='f16x2' asks for tensor cores")
 
 
 def check_supported(kv_rank: int, d_rope: int, numeric: str = "exact") -> None:
@@ -195,10 +241,12 @@ def check_supported(kv_rank: int, d_rope: int, numeric: str = "exact") -> None:
 
 def prepare(
     device: Device, heads: int, kv_rank: int, d_rope: int, *, format: Format = F32,
-    max_rows: int = 16,
+    max_rows: int = 16, numeric: str = "exact",
 ) -> None:  # fmt: skip
     """Load what launches of up to ``max_rows`` rows need, so that they may be captured."""
-    check_supported(kv_rank, d_rope)
+    if choose(device, kv_rank, d_rope, numeric).kernel == "mma":
+        latent_attend_mma.prepare(device, heads, kv_rank, d_rope, format=format, max_rows=max_rows)
+        return
     limits = device.limits
     for n in (1, max_rows):
         for n_list in (0, 1):
@@ -209,14 +257,20 @@ def prepare(
             _kernels(device, format, kv_rank, d_rope, plan)
 
 
-def workspace_bytes(n: int, heads: int, kv_rank: int, rows: int, n_list: int = 0) -> int:
+def workspace_bytes(
+    n: int, heads: int, kv_rank: int, rows: int, n_list: int = 0, numeric: str = "exact"
+) -> int:
     """Bytes that :func:`attend` needs for n rows over a plane of ``rows``, or over lists."""
+    if numeric == "f16x2":
+        return latent_attend_mma.workspace_bytes(n, heads, kv_rank, rows, n_list)
     return 4 * n * heads * _slots(rows, n_list) * (kv_rank + 2)
 
 
-def rows_at_once(heads: int, kv_rank: int, rows: int, n_list: int, max_bytes: int) -> int:
+def rows_at_once(
+    heads: int, kv_rank: int, rows: int, n_list: int, max_bytes: int, numeric: str = "exact"
+) -> int:
     """Rows of queries whose partial results fit in ``max_bytes``; at least one."""
-    return max(1, max_bytes // workspace_bytes(1, heads, kv_rank, rows, n_list))
+    return max(1, max_bytes // workspace_bytes(1, heads, kv_rank, rows, n_list, numeric))
 
 
 def shared_bytes(rank: int, rope: int, queries: int, stages: int) -> int:
@@ -232,7 +286,6 @@ class _Plan:
     queries: int
     stages: int
     n_slots: int
-    workspace_bytes: int
     partial: LaunchConfig
     combine: LaunchConfig
 
@@ -264,7 +317,6 @@ def _plan(
         queries,
         stages,
         slots,
-        4 * n * heads * slots * (rank + 2),
         LaunchConfig(
             (min(slots, max(1, -(-resident // blocks))), blocks, 1), _THREADS,
             shared_bytes(rank, rope, queries, stages),

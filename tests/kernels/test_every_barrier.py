@@ -127,7 +127,7 @@ DRIVES = {
     **{f"layer_kv/{name}.cu": layer_cache(name) for name in ("exact", "states")},
     **{
         f"latent/{name}": latent(name)
-        for name in ("append.cu", "attend.cu", "index.cu", "select.cu")
+        for name in ("append.cu", "attend.cu", "attend_mma.cu", "index.cu", "select.cu")
     },
     **{f"model/{name}.cu": model(name) for name in ("gated", "logits", "project", "qkv")},
 }  # fmt: skip

@@ -66,19 +66,19 @@ class Rig:
         return self.down(plane).reshape(capacity, row)
 
     def attend(self, q, rows, length, rank, scale, *, format=F32, indices=None, lse=False,
-               capacity=None, **options):  # fmt: skip
+               capacity=None, numeric="exact", **options):  # fmt: skip
         data = rows if format is F32 else format.encode(rows, check=False)
         plane = self.up(data).view(0, (data.nbytes,), np.uint8)
         n, heads, _ = q.shape
         capacity = capacity or len(rows)
         n_list = 0 if indices is None else indices.shape[1]
-        size = latent_attend.workspace_bytes(n, heads, rank, capacity, n_list)
+        size = latent_attend.workspace_bytes(n, heads, rank, capacity, n_list, numeric)
         out, sums = self.poisoned((n, heads, rank)), self.poisoned((n, heads))
         latent_attend.attend(
             self.stream, self.up(q), plane, out, len_d=self.word(length), rows=capacity,
             workspace=self.poisoned((max(1, size // 4),)), scale=scale, format=format,
             indices=None if indices is None else self.up(indices), lse=sums if lse else None,
-            **options,
+            numeric=numeric, **options,
         )  # fmt: skip
         return (self.down(out), self.down(sums)) if lse else self.down(out)
 

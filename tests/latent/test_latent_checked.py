@@ -9,13 +9,14 @@ from latent_rig import f32, i32, normal
 from memra_lowlevel import errors
 from memra_lowlevel.compile import DEFAULT_ARCHS, cuda_src_root
 from memra_lowlevel.driver.host import mutate, runner
-from memra_lowlevel.kernels import latent_attend, registry
+from memra_lowlevel.formats import F32, Q8_0
+from memra_lowlevel.kernels import latent_attend, latent_attend_mma, registry
 from memra_lowlevel.reference import latent as oracle
 
 ORDERS = ("forward", "reverse")
 NAMES = (
-    "index_append", "index_scores", "latent_append", "latent_combine", "latent_partial",
-    "latent_project", "latent_rotate", "select_count", "select_histogram", "select_write",
+    "index_append", "index_scores", "latent_append", "latent_combine", "latent_mma",
+    "latent_mma_combine", "latent_partial", "latent_project", "latent_rotate", "select_count", "select_histogram", "select_write",
 )  # fmt: skip
 
 
@@ -86,6 +87,42 @@ def drive_attend(source, orders=ORDERS, parts=("latent_partial", "latent_combine
                 assert np.abs(out - wanted).max() < 1e-5
 
 
+def drive_attend_mma(source, orders=ORDERS, parts=("latent_mma", "latent_mma_combine")):
+    """Queries in registers and in shared memory, rows that are copied whole and in words."""
+    rng = np.random.default_rng(4)
+    rank, heads, n, length = 128, 20, 2, 150
+    q, rows = normal(rng, n, heads, rank), normal(rng, length + n, rank)
+    lists = rng.integers(-1, length, (n, 70)).astype(i32)
+    combine = quick(
+        source if "latent_mma_combine" in parts else CLEAN / "attend_mma.cu",
+        f"latent_mma_combine<{rank}>",
+    )
+    shapes = ((F32, latent_attend_mma.Shape(2, 1, 2)), (Q8_0, latent_attend_mma.Shape(1, 0, 3)))
+    for fmt, shape in shapes if "latent_mma" in parts else shapes[:1]:
+        partial = quick(
+            source if "latent_mma" in parts else CLEAN / "attend_mma.cu",
+            f"latent_mma<{fmt.constant}, {rank}, 0, {shape.sets}, {shape.held}, {shape.stages}>",
+        )
+        plane = fmt.encode(rows).reshape(-1).view(np.uint8)
+        seen = fmt.decode(fmt.encode(rows))
+        shared = latent_attend_mma.shared_bytes(rank, 0, shape)
+        for order in orders:
+            for indices in (None, lists):
+                n_list = 0 if indices is None else indices.shape[1]
+                slots = latent_attend_mma.n_slots(length + n, n_list)
+                per_block = heads if n_list else n * heads
+                blocks = -(-per_block // (16 * shape.sets)) * (n if n_list else 1)
+                space = nan(n * heads * slots * (rank + 2))
+                partial((blocks, 2), 256, shared, q, plane, i32(n), i32(heads), i32(length + n),
+                        indices, i32(n_list), i32(0), f32(0.3), word(length), space, i32(slots),
+                        order=order, seed=3)  # fmt: skip
+                out, lse = nan(n, heads, rank), nan(n, heads)
+                combine((heads, n, 1), 256, 0, space, out, lse, i32(length + n), i32(n_list),
+                        i32(0), word(length), i32(slots), order=order)  # fmt: skip
+                wanted = oracle.attend(q, seen, length, rank, 0.3, indices)
+                assert np.abs(out - wanted).max() < 1e-5
+
+
 def drive_index(source, orders=ORDERS, parts=("index_append", "index_scores")):
     rng = np.random.default_rng(2)
     n, d, pool, heads = 11, 40, 4, 3
@@ -140,12 +177,13 @@ def drive_select(source, orders=ORDERS, parts=SELECT):
 
 
 DRIVES = {
-    "append.cu": drive_append, "attend.cu": drive_attend, "index.cu": drive_index,
-    "select.cu": drive_select,
+    "append.cu": drive_append, "attend.cu": drive_attend, "attend_mma.cu": drive_attend_mma,
+    "index.cu": drive_index, "select.cu": drive_select,
 }  # fmt: skip
 
 
 CLEAN = cuda_src_root() / "latent"
+LEAST = {"append.cu": 4, "attend.cu": 9, "attend_mma.cu": 8, "index.cu": 2, "select.cu": 8}
 SHARED = {"sum_below": ("select_write",), "find_digit": ("select_histogram",)}
 """Device functions with barriers, and a kernel that shows them."""
 
@@ -153,7 +191,8 @@ SHARED = {"sum_below": ("select_write",), "find_digit": ("select_histogram",)}
 def enclosing(text, line):
     """Name of the function that holds a line of a source."""
     before = "\n".join(text.splitlines()[:line])
-    return re.findall(r"^[^/\n]*?\b([a-z]\w+)\((?:const|float|int32_t|uint8_t)\b", before, re.M)[-1]
+    pattern = r"^(?: {4}|[^\s/][^/\n]*?\b)([a-z]\w+)\((?:const|float|int32_t|uint8_t)\b"
+    return re.findall(pattern, before, re.M)[-1]
 
 
 @pytest.mark.parametrize("name", DRIVES)
@@ -165,7 +204,7 @@ def test_the_kernels_are_clean_in_every_order(name):
 def test_every_barrier_is_needed(name):
     own, text = str((CLEAN / name).resolve()), (CLEAN / name).read_text()
     found = [m for m in mutate.mutations(CLEAN / name) if m.file == own]
-    assert len(found) >= {"append.cu": 4, "attend.cu": 9, "index.cu": 2, "select.cu": 8}[name]
+    assert len(found) >= LEAST[name]
     missed = []
     for mutation in found:
         kernel = enclosing(text, mutation.line)

@@ -1,0 +1,189 @@
+// One step of latent attention on tensor cores: 16 keys, whose rows serve as K and as V.
+//
+// Rows, queries and weights are products of a power of two and two f16 each (22 bits): q k takes three
+// products of f16 (coarse coarse, coarse fine, fine coarse), p v likewise, all summed in f32. The
+// power of a row follows its largest element and is given to the weight of its key, so that a row
+// of any size keeps its 22 bits and no sum leaves the range of f16 or f32.
+//
+// What is common to a warp's work lies here: bringing rows in, splitting them, fragments.
+#pragma once
+#include "common/block32.cuh"
+#include "common/fragments.cuh"
+#include "common/mma.cuh"
+#include "common/pipeline.cuh"
+
+constexpr int STEP = 16;    // keys of a tile
+constexpr int SLICES = 4;   // parts of the channels of a score, added at the end
+constexpr int LIFTED = 15;  // a lifted value is less than 2^15
+constexpr int LEAST_EXPONENT = -60, MOST_EXPONENT = 63;  // of rows: below it bits are lost
+constexpr int HIDDEN_ROW = 1000;  // in place of an exponent: no row that a query may see
+constexpr int WILD_ROW = 1001;    // a row that is not finite, or reaches 2^63
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float LN_2 = 0.6931471805599453f;
+constexpr float NO_REFERENCE = -1e30f;
+
+// The larger one; a NaN wins. For values that are not negative.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+#if MEMRA_CUDA && __CUDA_ARCH__ >= 800
+    float c;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+    return c;
+#else
+    return a != a || b != b ? NAN_F32 : fmaxf(a, b);
+#endif
+}
+
+// The bits of the largest magnitude of the warp's values, NaN above all.
+__device__ __forceinline__ uint32_t warp_max_bits(float magnitude) {
+    uint32_t bits = __float_as_uint(magnitude);
+#if MEMRA_CUDA && __CUDA_ARCH__ < 800
+#pragma unroll
+    for (int offset = 16; offset > 0; offset >>= 1) {
+        const uint32_t other = __shfl_xor_sync(FULL_MASK, bits, offset);
+        bits = other > bits ? other : bits;
+    }
+    return bits;
+#else
+    return __reduce_max_sync(FULL_MASK, bits);
+#endif
+}
+
+// The least e with magnitude < 2^e, or so; 129 for what is not finite.
+__device__ __forceinline__ int exponent_above(uint32_t bits) { return int(bits >> 23) - 126; }
+
+// As load_across_x4 of common/fragments.cuh, but read along the rows: with g = lane / 4 and
+// t = lane % 4, out[i] is the 32-bit word number t of row g of tile i.
+__device__ __forceinline__ void load_along_x4(uint32_t* out, const uint8_t* base, int own, int pitch,
+                                              int odd, int upper) {
+#if MEMRA_CUDA
+    const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(base + own));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+                 : "r"(at)
+                 : "memory");
+#else
+    const int lane = threadIdx.x % WARP_LANES;
+    const uint8_t* word = base + (lane / 4) * pitch + (lane % 4) * 4;
+    for (int i = 0; i < 4; ++i)
+        out[i] = *reinterpret_cast<const uint32_t*>(word + (i & 1) * odd + (i >> 1) * upper);
+#endif
+}
+
+// A row of the plane: its bytes, the copy of it by a warp, and pieces of 4 channels.
+template <int F, int WIDTH>
+struct RawRow {
+    static constexpr int BYTES = F == F32 ? 4 * WIDTH : WIDTH / BLOCK_ELEMENTS * block_bytes<F>();
+    static constexpr int PIECE = BYTES % 16 == 0 ? 16 : 4;
+    static constexpr int PIECES = BYTES / PIECE;
+
+    static __device__ __forceinline__ void ask(uint8_t* to, const uint8_t* plane, int64_t row,
+                                               int lane) {
+        const uint8_t* from = plane + row * BYTES;
+#pragma unroll
+        for (int i = 0; i < PIECES; i += WARP_LANES)
+            if (i + WARP_LANES <= PIECES || i + lane < PIECES)
+                cp_async<PIECE>(to + (i + lane) * PIECE, from + (i + lane) * PIECE);
+    }
+    static __device__ __forceinline__ void clear(uint8_t* to, int lane) {
+        for (int i = lane; i < PIECES; i += WARP_LANES) {
+            if constexpr (PIECE == 16)
+                *reinterpret_cast<uint4*>(to + i * PIECE) = make_uint4(0, 0, 0, 0);
+            else
+                *reinterpret_cast<uint32_t*>(to + i * PIECE) = 0;
+        }
+    }
+    // Four channels as they are stored; q8_0: the scale, then the codes.
+    static __device__ __forceinline__ auto load(const uint8_t* row, int piece) {
+        if constexpr (F == F32) {
+            return *reinterpret_cast<const float4*>(row + 16 * piece);
+        } else if constexpr (F == BF16) {
+            return *reinterpret_cast<const uint2*>(row + 8 * piece);
+        } else {
+            static_assert(F == Q8_0, "latent rows are f32, bf16 or q8_0");
+            const uint16_t* block =
+                reinterpret_cast<const uint16_t*>(row + piece / 8 * block_bytes<F>());
+            const uint32_t low = block[1 + piece % 8 * 2], high = block[2 + piece % 8 * 2];
+            return make_uint2(block[0], low | high << 16);
+        }
+    }
+    static __device__ __forceinline__ float4 decoded(const float4& x) { return x; }
+    static __device__ __forceinline__ float4 decoded(const uint2& x) {
+        if constexpr (F == BF16)
+            return make_float4(bf16_to_f32(uint16_t(x.x)), bf16_to_f32(uint16_t(x.x >> 16)),
+                               bf16_to_f32(uint16_t(x.y)), bf16_to_f32(uint16_t(x.y >> 16)));
+        const float d = f16_to_f32(uint16_t(x.x));
+        return make_float4(d * float(int8_t(x.y)), d * float(int8_t(x.y >> 8)),
+                           d * float(int8_t(x.y >> 16)), d * float(int8_t(x.y >> 24)));
+    }
+};
+
+// A row that is split: units of 8 channels, 16 bytes of coarse and 16 of fine halves. Which come
+// first changes every 4 units, so that neither the stores of a warp nor the loads of fragments meet
+// in a bank.
+__device__ __forceinline__ int coarse_first(int unit) { return unit >> 2 & 1 ? 16 : 0; }
+
+// Splits the row in its place. A warp does a row; gives the exponent, or what stands for one.
+template <int F, int WIDTH>
+__device__ __forceinline__ int split_row(uint8_t* row, int lane) {
+    constexpr int PIECES = WIDTH / 4, PASSES = (PIECES + WARP_LANES - 1) / WARP_LANES;
+    typedef RawRow<F, WIDTH> Raw;
+    decltype(Raw::load(row, 0)) raw[PASSES];
+    float most = 0.0f;
+#pragma unroll
+    for (int i = 0; i < PASSES; i++) {
+        const int piece = lane + i * WARP_LANES;
+        if ((i + 1) * WARP_LANES <= PIECES || piece < PIECES) {
+            raw[i] = Raw::load(row, piece);
+            const float4 x = Raw::decoded(raw[i]);
+            most = max_or_nan(most, max_or_nan(max_or_nan(fabsf(x.x), fabsf(x.y)),
+                                               max_or_nan(fabsf(x.z), fabsf(x.w))));
+        }
+    }
+    int exponent = exponent_above(warp_max_bits(most));
+    const bool wild = exponent > MOST_EXPONENT;
+    exponent = exponent < LEAST_EXPONENT ? LEAST_EXPONENT : exponent;
+    const float lift = power_of_two(LIFTED - exponent);
+    __syncwarp();  // every lane has read
+#pragma unroll
+    for (int i = 0; i < PASSES; i++) {
+        const int piece = lane + i * WARP_LANES, unit = piece / 2;
+        if ((i + 1) * WARP_LANES <= PIECES || piece < PIECES) {
+            uint2 coarse = make_uint2(0, 0), fine = make_uint2(0, 0);
+            if (!wild) {
+                const float4 x = Raw::decoded(raw[i]);
+                split_pair(x.x * lift, x.y * lift, coarse.x, fine.x);
+                split_pair(x.z * lift, x.w * lift, coarse.y, fine.y);
+            }
+            uint8_t* const to = row + unit * 32 + piece % 2 * 8;
+            *reinterpret_cast<uint2*>(to + coarse_first(unit)) = coarse;
+            *reinterpret_cast<uint2*>(to + 16 - coarse_first(unit)) = fine;
+        }
+    }
+    return wild ? WILD_ROW : exponent;
+}
+
+struct Halves {  // a fragment of A: 16 rows of 16, coarse and fine
+    uint32_t coarse[4], fine[4];
+};
+__device__ __forceinline__ Halves load_halves(const uint4* at) {  // coarse, then fine, of 32 lanes
+    const uint4 c = at[0], f = at[WARP_LANES];
+    return {{c.x, c.y, c.z, c.w}, {f.x, f.y, f.z, f.w}};
+}
+
+// The fragment of 16 queries and the 16 channels from `channel` on, made from the queries themselves.
+// lifts: of the 16 queries. Queries from n_queries on are zeros.
+__device__ __forceinline__ Halves query_halves(const float* q, int width, int n_queries, int first,
+                                               int channel, const float* lifts) {
+    const int lane = threadIdx.x % WARP_LANES, g = lane / 4, t = lane % 4;
+    Halves made;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int row = g + i % 2 * 8;
+        float2 x = make_float2(0.0f, 0.0f);
+        if (first + row < n_queries)
+            x = *reinterpret_cast<const float2*>(q + size_t(first + row) * width + channel +
+                                                 i / 2 * 8 + 2 * t);
+        split_pair(x.x * lifts[row], x.y * lifts[row], made.coarse[i], made.fine[i]);
+    }
+    return made;
+}
