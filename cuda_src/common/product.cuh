@@ -7,8 +7,9 @@
 //   parts[r][slice][out]   f32 [n_rows, n_slices, OUTS]
 //   squares[r][block]      f32 [n_rows, n_blocks], of the activations, for a norm
 //
-// and after a barrier any thread may add up the slices of an output, in one fixed order. The number of
-// threads decides only who does what: no bit depends on it, nor on the number of rows.
+// which are added up in one fixed order and two steps, with a barrier before each: four threads fold the
+// terms of a sum into the first four, and any thread may add those. The number of threads decides only
+// who does what: no bit depends on it, nor on the number of rows.
 //
 // Loops over rows and further units are not unrolled: a launch lasts about as long as its code takes
 // to arrive, and most launches are of one row and one unit per thread.
@@ -152,28 +153,47 @@ class Product {
     float b_weights_[BOTH ? TILE_COLS : 1];
 };
 
-// Four running sums, then a tree.
-__device__ __forceinline__ float sum_strided(const float* p, int n, int stride) {
-    float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    int i = 0;
-#pragma unroll 2
-    for (; i + 4 <= n; i += 4)
-#pragma unroll
-        for (int j = 0; j < 4; j++) s[j] = s[j] + p[(i + j) * stride];
-#pragma unroll
-    for (int j = 0; j < 3; j++)
-        if (i + j < n) s[j] = s[j] + p[(i + j) * stride];
-    return (s[0] + s[2]) + (s[1] + s[3]);
+// First step, of sums of n terms that lie WIDTH apart, p[n_rows][n][WIDTH]: term j < 4 becomes the sum of
+// the terms j, j + 4, ... `thread` counts the threads of the block, from either end.
+template <int WIDTH>
+__device__ __forceinline__ void fold_terms(float* p, int n, int n_rows, int thread) {
+#pragma unroll 1
+    for (int item = thread; item < n_rows * 4 * WIDTH; item += blockDim.x) {
+        const int j = item / WIDTH % 4;
+        float* first = p + size_t(item / (4 * WIDTH)) * n * WIDTH + item % WIDTH;
+        if (j + 4 >= n) continue;
+        float sum = first[j * WIDTH];
+#pragma unroll 4
+        for (int i = j + 4; i < n; i += 4) sum = sum + first[i * WIDTH];
+        first[j * WIDTH] = sum;
+    }
 }
 
-// Output `out` of row r, once all units are done.
+// First step of the sums of all rows, once all units are done, and of the squares for a norm.
+template <int OUTS>
+__device__ __forceinline__ void fold_rows(float* parts, float* squares, Cut cut, int n_sums,
+                                          int n_rows) {
+    fold_terms<OUTS>(parts, cut.n_slices, n_sums, threadIdx.x);
+    if (squares != nullptr)
+        fold_terms<1>(squares, cut.n_blocks, n_rows, blockDim.x - 1 - threadIdx.x);
+}
+
+// Second step.
+__device__ __forceinline__ float sum_four(const float* p, int n, int stride) {
+    const float b = n > 1 ? p[stride] : 0.0f;
+    const float c = n > 2 ? p[2 * stride] : 0.0f;
+    const float d = n > 3 ? p[3 * stride] : 0.0f;
+    return (p[0] + c) + (b + d);
+}
+
+// Output `out` of row r.
 template <int OUTS>
 __device__ __forceinline__ float row_sum(const float* parts, Cut cut, int r, int out) {
-    return sum_strided(parts + size_t(r) * cut.n_slices * OUTS + out, cut.n_slices, OUTS);
+    return sum_four(parts + size_t(r) * cut.n_slices * OUTS + out, cut.n_slices, OUTS);
 }
 
 // What the outputs of row r are multiplied by for its norm: 1 / sqrt(mean of squares + eps).
 __device__ __forceinline__ float row_scale(const float* squares, Cut cut, int r, float eps) {
-    const float total = sum_strided(squares + r * cut.n_blocks, cut.n_blocks, 1);
+    const float total = sum_four(squares + r * cut.n_blocks, cut.n_blocks, 1);
     return 1.0f / sqrtf(total / float(cut.n_blocks * TILE_COLS) + eps);
 }

@@ -26,6 +26,8 @@ __global__ void __launch_bounds__(288)
     Product<OUTS, true, Gate, Up> product(w_gate, w_up, first_out, cut, gain);
     product.run(x, rows, gate_parts, up_parts, squares, [] {});
     __syncthreads();
+    fold_rows<OUTS>(gate_parts, squares, cut, 2 * rows, rows);  // those of up lie behind them
+    __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows * OUTS; i += blockDim.x) {
         const int r = i / OUTS;

@@ -23,6 +23,7 @@ __device__ __forceinline__ Best better(Best a, Best b) {
 //   w        tiles of [n_vocab, 32 * n_blocks]
 //   h, gain  f32 [n_rows, 32 * n_blocks], f32 [32 * n_blocks]
 //   logits   f32 [n_rows, n_vocab]
+//   n_slices  at most 4
 //   values, ids  f32 and i32 [n_rows, n_tiles]: the best logit of each tile of 32
 //   sums     f32 [n_rows, n_tiles] or null: sum of exp(logit - best) over the tile
 template <class Tile>
@@ -62,6 +63,7 @@ __global__ void __launch_bounds__(64, 12)
         squares[i] = dot32(v.v, v);
     }
     __syncthreads();
+    fold_terms<1>(squares, n_blocks, rows, blockDim.x - 1 - threadIdx.x);
     product.run(gained, rows, parts, nullptr, nullptr, [] {});
     __syncthreads();
 #pragma unroll 1

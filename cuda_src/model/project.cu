@@ -29,6 +29,8 @@ __global__ void __launch_bounds__(512)
     product.run(x + size_t(first_row) * n_blocks * TILE_COLS, rows, parts, nullptr, nullptr,
                 [&] { if (mine < outputs && out < n_out) before = *to; });
     __syncthreads();
+    fold_rows<OUTS>(parts, nullptr, cut, rows, rows);
+    __syncthreads();
     if (mine < outputs && out < n_out) *to = before + row_sum<OUTS>(parts, cut, mine / OUTS, mine % OUTS);
 #pragma unroll 1
     for (int i = mine + blockDim.x; i < outputs; i += blockDim.x) {

@@ -70,6 +70,8 @@ __global__ void __launch_bounds__(608)
         if (mine < rows * (OUTS / 2)) turn = turn_of(mine / (OUTS / 2), 2 * (mine % (OUTS / 2)));
     });
     __syncthreads();
+    fold_rows<OUTS>(parts, squares, cut, rows, rows);
+    __syncthreads();
 
 #pragma unroll 1
     for (int i = mine; i < rows * (OUTS / 2); i += blockDim.x) {

@@ -24,6 +24,9 @@ EPS = F(1e-5)
 THREADS = 96
 #: Rows of a launch, and of a block of threads.
 ROWS, GROUP = 3, 2
+#: Columns: a last slice that is not full, and more slices than the four that are added at the end.
+N_IN = 352
+BLOCKS, SLICES = N_IN // 32, 6
 
 
 def normal(*shape):
@@ -55,46 +58,46 @@ def kernel(source, entry, check=True, threads=THREADS, **options):
     return launch
 
 
-def run_project(format, source="model/project.cu", n_in=160, **options):
+def run_project(format, source="model/project.cu", n_in=N_IN, **options):
     h, n_out = normal(ROWS, 12), 12
     launch = kernel(source, f"add_product<{TILE_FORMATS[format].tile}>", **options)
     launch(
-        2, 8 * 3, tiles(format, n_out, n_in), normal(ROWS, n_in), h, I(ROWS), I(GROUP), I(n_out),
-        I(n_in // 32), I(2), I(3),
+        2, 8 * SLICES, tiles(format, n_out, n_in), normal(ROWS, n_in), h, I(ROWS), I(GROUP),
+        I(n_out), I(n_in // 32), I(2), I(SLICES),
     )  # fmt: skip
     return h
 
 
-def run_gated(gate, up, source="model/gated.cu", n_in=160, **options):
+def run_gated(gate, up, source="model/gated.cu", n_in=N_IN, **options):
     out, n_ff = poisoned(ROWS, 12), 12
     entry = f"gate_up_rows<{TILE_FORMATS[gate].tile}, {TILE_FORMATS[up].tile}>"
     kernel(source, entry, **options)(
-        2, 16 * 3 + 5, tiles(gate, n_ff, n_in), tiles(up, n_ff, n_in), normal(ROWS, n_in),
-        normal(n_in), out, I(ROWS), I(GROUP), I(n_ff), I(n_in // 32), I(2), I(3), EPS,
+        2, 16 * SLICES + BLOCKS, tiles(gate, n_ff, n_in), tiles(up, n_ff, n_in), normal(ROWS, n_in),
+        normal(n_in), out, I(ROWS), I(GROUP), I(n_ff), I(n_in // 32), I(2), I(SLICES), EPS,
     )  # fmt: skip
     return out
 
 
-def run_qkv(format, source="model/qkv.cu", n_in=160, **options):
+def run_qkv(format, source="model/qkv.cu", n_in=N_IN, **options):
     q, k, v = poisoned(ROWS, 64), np.full((5, 68), 255, "u1"), np.full((5, 48), 255, "u1")
     angles = oracle.rope_angles(10, 64, 1e4).astype(F)
     entry = f"qkv_rows<{TILE_FORMATS[format].tile}, Q8_0, Q5_1>"
     kernel(source, entry, **options)(
-        6, 32 * 4 + 5, tiles(format, 192, n_in), normal(ROWS, n_in), normal(n_in), angles,
-        np.array([8], I), q, k, v, np.array([13], I), np.array([12], I), I(ROWS), I(GROUP), I(0),
-        I(64), I(64), I(64), I(64), I(10), I(5), I(n_in // 32), I(2), I(3), EPS,
+        6, 32 * (SLICES + 1) + BLOCKS, tiles(format, 192, n_in), normal(ROWS, n_in), normal(n_in),
+        angles, np.array([8], I), q, k, v, np.array([13], I), np.array([12], I), I(ROWS), I(GROUP),
+        I(0), I(64), I(64), I(64), I(64), I(10), I(5), I(n_in // 32), I(2), I(SLICES), EPS,
     )  # fmt: skip
     assert (k[[0, 4]] == 255).all() and (v[[0, 4]] == 255).all()
     return np.concatenate([a.view(np.uint8).reshape(-1) for a in (q, k, v)])
 
 
-def run_logits(format, source="model/logits.cu", n_in=160, threads=64, **options):
+def run_logits(format, source="model/logits.cu", n_in=N_IN, threads=64, **options):
     logits, values = poisoned(ROWS, 70), poisoned(ROWS, 3)
     ids, sums = poisoned(ROWS, 3, dtype=I), poisoned(ROWS, 3)
     entry = f"logits_rows<{TILE_FORMATS[format].tile}>"
     kernel(source, entry, threads=threads, **options)(
-        3, n_in + 32 * 4 + 5, tiles(format, 70, n_in), normal(ROWS, n_in), normal(n_in), logits,
-        values, ids, sums, I(ROWS), I(GROUP), I(70), I(n_in // 32), I(2), I(3), EPS,
+        3, n_in + 32 * 4 + BLOCKS, tiles(format, 70, n_in), normal(ROWS, n_in), normal(n_in),
+        logits, values, ids, sums, I(ROWS), I(GROUP), I(70), I(n_in // 32), I(4), I(3), EPS,
     )  # fmt: skip
     assert not np.isnan(logits).any()
     return np.concatenate([logits, values, ids.view(F), sums], axis=1)
@@ -168,9 +171,9 @@ def _barriers(name):
 
 #: What runs the barriers of a source, and how many of them it has.
 SOURCES = {
-    "project": (("project q4_1",), 1),
-    "gated": (("gated q4_1",), 1),
-    "qkv": (("qkv q4_1",), 2),
+    "project": (("project q4_1",), 2),
+    "gated": (("gated q4_1",), 2),
+    "qkv": (("qkv q4_1",), 3),
     "logits": (("logits q4_1", "pick"), 7),
 }
 MUTANTS = [(name, i) for name, (_, n) in SOURCES.items() for i in range(n)]

@@ -125,8 +125,8 @@ def test_a_step_is_captured_once_and_two_runs_are_equal(session, stream):
     runs = [generate_greedy(session, stream, PROMPT, 12, step=step) for _ in range(2)]
     assert runs[0] == runs[1] and len(runs[0]) == 12
     report = step.exec.describe()
-    assert report.kernel_nodes == kernels == 1 + 4 * 6 + 2 + 1
-    # embedding, six a layer with attention's two, logits and token, counters
+    assert report.kernel_nodes == kernels == 1 + 4 * 5 + 2 + 1
+    # embedding, five a layer, logits and token, counters
     assert report.memory_nodes == report.node_updates == 0
     assert report.launches == 24
     assert session.planes.len == len(PROMPT) - 1 + 12
