@@ -95,6 +95,7 @@ def pytest_gpu(folder: str, limit_s: float) -> Answer:
              "-n", str(workers), "--dist", "worksteal", "--maxfail=20",
              "-p", "no:cacheprovider", f"--junitxml={report}"],
             cwd=ROOT, capture_output=True, text=True, timeout=limit_s,
+            env={"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2", **os.environ},
         )  # fmt: skip
         if done.returncode == 5:
             return {"ok": True, "passed": 0, "failed": 0, "skipped": 0, "failures": []}
