@@ -16,7 +16,8 @@ from memra_lowlevel.reference import latent as oracle
 ORDERS = ("forward", "reverse")
 NAMES = (
     "index_append", "index_scores", "latent_append", "latent_combine", "latent_mma",
-    "latent_mma_combine", "latent_partial", "latent_project", "latent_rotate", "select_count", "select_histogram", "select_write",
+    "latent_mma_combine", "latent_partial", "latent_project", "latent_rotate", "select_count",
+    "select_histogram", "select_write",
 )  # fmt: skip
 
 
