@@ -7,14 +7,16 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .result import Row
 
 if TYPE_CHECKING:
+    from ..kernels.registry import KernelSpec
     from .run import Run
 
-__all__ = ["measure_compile"]
+__all__ = ["default_set", "measure_compile"]
 
 _NOTE = "one process each, a cache of its own"
 
@@ -27,12 +29,13 @@ def lap(name):
     now = time.perf_counter()
     laps[name] = (now - start) * 1e3
     start = now
-arch, ordinal, cores, *folders = sys.argv[1:]
+arch, ordinal, cores, whole = sys.argv[1:]
 if cores != "all":
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(cores)])
 import memra_lowlevel
 from memra_lowlevel.kernels import registry
-specs = [s for s in registry.all_specs() if not folders or s.source.split("/")[0] in folders]
+from memra_lowlevel.bench.compiling import default_set
+specs = registry.all_specs() if whole == "whole" else default_set()
 lap("import")
 device = None
 if ordinal != "-":
@@ -54,8 +57,35 @@ print(json.dumps({
 }))
 """
 
-_DEFAULT_SET = ("kv", "model", "speculative")
-"""Folders of ``cuda_src`` that a decoder of ordinary layers needs."""
+PAIRS = (
+    ("Q8_0", "Q5_1"), ("Q8_0", "Q8_0"), ("Q8_0", "Q4_0"), ("E4M3", "E4M3"), ("F16", "F16"),
+    ("BF16", "BF16"),
+)  # fmt: skip
+HEAD_DIMS = (64, 128, 256)
+
+
+def default_set() -> list[KernelSpec]:
+    """Kernels of a decoder of ordinary layers: six pairs of formats, three head sizes, the model's.
+
+    More than is registered to be compiled ahead of time: a program uses one or two of the pairs.
+    """
+    from ..kernels import registry
+
+    more: dict[str, list[dict[str, object]]] = {"append_kv": [], "attend_partial": []}
+    for k, v in PAIRS:
+        pair: dict[str, object] = {"k_format": k, "v_format": v}
+        more["append_kv"].append(pair)
+        more["attend_partial"] += [
+            {**pair, "head_dim": d, "head_dim_v": d, "queries": 4} for d in HEAD_DIMS
+        ]
+    specs = [
+        s for s in registry.all_specs() if s.source.split("/")[0] in ("kv", "model", "speculative")
+    ]
+    return [
+        replace(s, instances=(*s.instances, *more.get(s.name, ()))) if s.name in more else s
+        for s in specs
+    ]
+
 
 _CORES = "2"
 """Cores that the goal of a cold compilation speaks of."""
@@ -69,13 +99,13 @@ def measure_compile(run: Run) -> None:
     cuda = run.device.kind == "cuda"
     arch = run.device.arch if cuda else "sm_90"
     ordinal = str(run.device.ordinal) if cuda else "-"
-    n_warm = 3 if run.small else 9
+    n_warm = 3 if run.small else 5
     with tempfile.TemporaryDirectory() as folder:
-        default = _start(arch, ordinal, f"{folder}/default", _CORES, *_DEFAULT_SET)
-        whole = _start(arch, ordinal, f"{folder}/whole", "all")
-        warm = [_start(arch, ordinal, f"{folder}/whole", "all") for _ in range(n_warm)]
+        default = _start(arch, ordinal, f"{folder}/default", _CORES, "default")
+        whole = _start(arch, ordinal, f"{folder}/whole", "all", "whole")
+        warm = [_start(arch, ordinal, f"{folder}/whole", "all", "whole") for _ in range(n_warm)]
     for name, cold, goal in (
-        (f"{', '.join(_DEFAULT_SET)} on {_CORES} cores", default, 10_000.0),
+        (f"the default set on {_CORES} cores", default, 10_000.0),
         ("everything", whole, None),
     ):
         slowest = sorted(cold["ms"].items(), key=lambda item: -item[1])[:5]
