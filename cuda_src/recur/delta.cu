@@ -11,6 +11,8 @@ constexpr int GROUPS = 4;                  // threads that share a column of the
 constexpr int COLS = THREADS / GROUPS;     // columns of a block
 constexpr int TAPS = 8;                    // widest convolution; shorter ones are padded in front
 constexpr int NORM_PARTS = 8;
+constexpr int BATCH = 8;
+static_assert(BATCH * 2 * NORM_PARTS <= THREADS, "a batch takes its norms at once");
 
 enum { GATED = 0, KDA = 1 };
 
@@ -74,8 +76,20 @@ KERNEL void conv_roll(const float* __restrict__ rows, const float* __restrict__ 
     }
 }
 
+// Sum over the lanes that share a column, the same in each of them.
+__device__ __forceinline__ float column_sum(float value) {
+#pragma unroll
+    for (int offset = 1; offset < GROUPS; offset *= 2)
+        value = value + __shfl_xor_sync(FULL_MASK, value, offset);
+    return value;
+}
+
+// Four running sums, so that no long chain of additions is waited for.
+__device__ __forceinline__ float sum_four(const float* s) { return (s[0] + s[2]) + (s[1] + s[3]); }
+
 // Grid (D / COLS, n_v_heads), THREADS threads; thread t owns column t / GROUPS of the block and the
-// rows i = (GROUPS * j + t % GROUPS) * 4 + 0..3 of the state.
+// rows i = (GROUPS * j + t % GROUPS) * 4 + 0..3 of the state. Convolutions, norms and gates do not depend
+// on the state: they are made for BATCH rows at a time, and the state then passes them without a barrier.
 //   rows       f32 [n_rows, (2 * n_k_heads + n_v_heads) * D]: q, k, v before the convolution, or
 //              after it where weights is null
 //   weights    f32 [conv_width, taps] or null   conv  f32 [n_slots, conv_width, taps - 1] or null
@@ -97,11 +111,11 @@ __global__ void __launch_bounds__(THREADS)
     constexpr int CHANNELS = 2 * D + COLS;
     constexpr int PER_THREAD = (CHANNELS + THREADS - 1) / THREADS;
     constexpr int OWN = D / GROUPS;
-    __shared__ float qkv[CHANNELS];  // q [D], k [D], v of the block's columns
-    __shared__ float decay[D];
-    __shared__ float norm[2 * NORM_PARTS];
-    __shared__ float memory[GROUPS][COLS];
-    __shared__ float answer[GROUPS][COLS];
+    __shared__ float4 channel_rows[BATCH][CHANNELS / 4];  // q [D], k [D], v of the block's columns
+    __shared__ float4 decays[RULE == KDA ? BATCH : 1][D / 4];
+    __shared__ float norms[BATCH][2][NORM_PARTS];
+    __shared__ float scales[BATCH][2];  // of q and k
+    __shared__ float gains[BATCH], rates[BATCH];
 
     const int t = threadIdx.x;
     const int group = t % GROUPS;
@@ -114,6 +128,12 @@ __global__ void __launch_bounds__(THREADS)
     const size_t state_at = (size_t(v_head) * D + first_col + col) * D;
     const size_t state_size = size_t(n_v_heads) * D * D;
 
+    float4 state[OWN / 4];
+    {
+        const float4* from = reinterpret_cast<const float4*>(ssm + s * state_size + state_at);
+#pragma unroll
+        for (int j = 0; j < OWN / 4; j++) state[j] = from[GROUPS * j + group];
+    }
     Channel channels[PER_THREAD];
     int at[PER_THREAD];
     bool keeps[PER_THREAD];  // of the blocks that share a channel, one writes its state
@@ -128,102 +148,117 @@ __global__ void __launch_bounds__(THREADS)
             channels[i].load(conv + (size_t(s) * width + at[i]) * (taps - 1),
                              weights + size_t(at[i]) * taps, taps);
     }
-    float state[OWN];
-    {
-        const float* from = ssm + s * state_size + state_at;
-#pragma unroll
-        for (int j = 0; j < OWN / 4; j++) {
-            const float4 four =
-                *reinterpret_cast<const float4*>(from + (GROUPS * j + group) * 4);
-            state[4 * j] = four.x;
-            state[4 * j + 1] = four.y;
-            state[4 * j + 2] = four.z;
-            state[4 * j + 3] = four.w;
-        }
-    }
 
-    for (int r = 0; r < n_rows; r++) {
-        const bool keep = keep_all || r == n_rows - 1;
-        const int slot = (s + 1 + (keep_all ? r : 0)) % n_slots;
+#pragma unroll 1
+    for (int first = 0; first < n_rows; first += BATCH) {
+        const int n = min(n_rows - first, BATCH);
+        if (first > 0) __syncthreads();  // the rows of the last batch are free
 #pragma unroll
         for (int i = 0; i < PER_THREAD; i++) {
             const int c = t + i * THREADS;
-            if (c < CHANNELS) {
-                const float x = rows[size_t(r) * width + at[i]];
-                if (weights != nullptr) {
-                    qkv[c] = channels[i].push(x);
-                    if (keep && keeps[i])
+            if (c >= CHANNELS) break;
+            float* own = reinterpret_cast<float*>(channel_rows) + c;
+            const float* from = rows + size_t(first) * width + at[i];
+#pragma unroll 4
+            for (int r = 0; r < n; r++) own[r * CHANNELS] = from[size_t(r) * width];
+        }
+        if (weights != nullptr) {
+#pragma unroll
+            for (int i = 0; i < PER_THREAD; i++) {
+                const int c = t + i * THREADS;
+                if (c >= CHANNELS) break;
+                float* own = reinterpret_cast<float*>(channel_rows) + c;
+#pragma unroll 1
+                for (int r = 0; r < n; r++) {
+                    own[r * CHANNELS] = channels[i].push(own[r * CHANNELS]);
+                    const int row = first + r;
+                    if (keeps[i] && (keep_all || row == n_rows - 1)) {
+                        const int slot = (s + 1 + (keep_all ? row : 0)) % n_slots;
                         channels[i].store(conv + (size_t(slot) * width + at[i]) * (taps - 1), taps);
-                } else {
-                    qkv[c] = x;
+                    }
                 }
             }
         }
-        const size_t head_row = size_t(r) * n_v_heads + v_head;
-        float gain = 1.0f;
-        if (RULE == GATED) {
-            const float x = alpha[head_row] + dt_bias[v_head];
-            gain = expf(a[v_head] * (x > 20.0f ? x : log1pf(expf(x))));
-        } else {
+        if (t < n) {
+            const size_t head_row = size_t(first + t) * n_v_heads + v_head;
+            if (RULE == GATED) {
+                const float x = alpha[head_row] + dt_bias[v_head];
+                gains[t] = expf(a[v_head] * (x > 20.0f ? x : log1pf(expf(x))));
+            }
+            rates[t] = sigmoid_f(beta[head_row]);
+        }
+        if (RULE == KDA) {
             const float scale = expf(a[v_head]);
-            for (int i = t; i < D; i += THREADS) {
-                const float x = alpha[head_row * D + i] + dt_bias[v_head * D + i];
-                decay[i] = expf(lower_bound * sigmoid_f(scale * x));
+#pragma unroll 1
+            for (int e = t; e < n * D; e += THREADS) {
+                const size_t from = (size_t(first + e / D) * n_v_heads + v_head) * D + e % D;
+                const float x = alpha[from] + dt_bias[v_head * D + e % D];
+                reinterpret_cast<float*>(decays)[e] = expf(lower_bound * sigmoid_f(scale * x));
             }
         }
-        const float rate = sigmoid_f(beta[head_row]);
         __syncthreads();
-
-        if (t < 2 * NORM_PARTS) {
-            const float* x = qkv + (t / NORM_PARTS) * D;
+        if (t < n * 2 * NORM_PARTS) {
+            const int r = t / (2 * NORM_PARTS), which = t / NORM_PARTS % 2, part = t % NORM_PARTS;
+            const float* x = reinterpret_cast<const float*>(channel_rows[r]) + which * D;
             float sum = 0.0f;
-            for (int i = t % NORM_PARTS; i < D; i += NORM_PARTS) sum = fmaf(x[i], x[i], sum);
-            norm[t] = sum;
+#pragma unroll 8
+            for (int i = part; i < D; i += NORM_PARTS) sum = fmaf(x[i], x[i], sum);
+            norms[r][which][part] = sum;
         }
         __syncthreads();
-        float q_sum = 0.0f, k_sum = 0.0f;
+        if (t < n * 2) {
+            const float* parts = norms[t / 2][t % 2];
+            float sum = eps;
 #pragma unroll
-        for (int i = 0; i < NORM_PARTS; i++) {
-            q_sum = q_sum + norm[i];
-            k_sum = k_sum + norm[NORM_PARTS + i];
+            for (int i = 0; i < NORM_PARTS; i++) sum = sum + parts[i];
+            scales[t / 2][t % 2] = 1.0f / (t % 2 == 0 ? sqrtf(sum) * sqrtf(float(D)) : sqrtf(sum));
         }
-        const float q_scale = 1.0f / (sqrtf(q_sum + eps) * sqrtf(float(D)));
-        const float k_scale = 1.0f / sqrtf(k_sum + eps);
+        __syncthreads();
 
-        float sum = 0.0f;
+#pragma unroll 1
+        for (int r = 0; r < n; r++) {
+            const int row = first + r;
+            const float4* q = channel_rows[r];
+            const float4* k = q + D / 4;
+            const float gain = RULE == GATED ? gains[r] : 1.0f;
+            float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-        for (int j = 0; j < OWN; j++) {
-            const int i = (GROUPS * (j / 4) + group) * 4 + j % 4;
-            if (RULE == KDA) state[j] = state[j] * decay[i];
-            sum = fmaf(state[j], qkv[D + i] * k_scale, sum);
-        }
-        memory[group][col] = sum;
-        __syncthreads();
-        sum = 0.0f;
+            for (int j = 0; j < OWN / 4; j++) {
+                const int i = GROUPS * j + group;
+                if (RULE == KDA) {
+                    const float4 decay = decays[RULE == KDA ? r : 0][i];
+                    state[j].x *= decay.x, state[j].y *= decay.y;
+                    state[j].z *= decay.z, state[j].w *= decay.w;
+                }
+                sums[0] = fmaf(state[j].x, k[i].x, sums[0]);
+                sums[1] = fmaf(state[j].y, k[i].y, sums[1]);
+                sums[2] = fmaf(state[j].z, k[i].z, sums[2]);
+                sums[3] = fmaf(state[j].w, k[i].w, sums[3]);
+            }
+            const float known = column_sum(sum_four(sums)) * scales[r][1];
+            const float value = reinterpret_cast<const float*>(q)[2 * D + col];
+            const float delta = (value - gain * known) * rates[r] * scales[r][1];
+            sums[0] = sums[1] = sums[2] = sums[3] = 0.0f;
 #pragma unroll
-        for (int i = 0; i < GROUPS; i++) sum = sum + memory[i][col];
-        const float delta = (qkv[2 * D + col] - gain * sum) * rate;
-        float part = 0.0f;
+            for (int j = 0; j < OWN / 4; j++) {
+                const int i = GROUPS * j + group;
+                state[j].x = fmaf(k[i].x, delta, gain * state[j].x);
+                state[j].y = fmaf(k[i].y, delta, gain * state[j].y);
+                state[j].z = fmaf(k[i].z, delta, gain * state[j].z);
+                state[j].w = fmaf(k[i].w, delta, gain * state[j].w);
+                sums[0] = fmaf(state[j].x, q[i].x, sums[0]);
+                sums[1] = fmaf(state[j].y, q[i].y, sums[1]);
+                sums[2] = fmaf(state[j].z, q[i].z, sums[2]);
+                sums[3] = fmaf(state[j].w, q[i].w, sums[3]);
+            }
+            if (keep_all || row == n_rows - 1) {
+                const int slot = (s + 1 + (keep_all ? row : 0)) % n_slots;
+                float4* to = reinterpret_cast<float4*>(ssm + slot * state_size + state_at);
 #pragma unroll
-        for (int j = 0; j < OWN; j++) {
-            const int i = (GROUPS * (j / 4) + group) * 4 + j % 4;
-            state[j] = fmaf(qkv[D + i] * k_scale, delta, gain * state[j]);
-            part = fmaf(state[j], qkv[i] * q_scale, part);
-        }
-        answer[group][col] = part;
-        if (keep) {
-            float* to = ssm + slot * state_size + state_at;
-#pragma unroll
-            for (int j = 0; j < OWN / 4; j++)
-                *reinterpret_cast<float4*>(to + (GROUPS * j + group) * 4) = make_float4(
-                    state[4 * j], state[4 * j + 1], state[4 * j + 2], state[4 * j + 3]);
-        }
-        __syncthreads();
-        if (group == 0) {
-            float total = 0.0f;
-#pragma unroll
-            for (int i = 0; i < GROUPS; i++) total = total + answer[i][col];
-            out[head_row * D + first_col + col] = total;
+                for (int j = 0; j < OWN / 4; j++) to[GROUPS * j + group] = state[j];
+            }
+            const float answer = column_sum(sum_four(sums)) * scales[r][0];
+            if (group == 0) out[(size_t(row) * n_v_heads + v_head) * D + first_col + col] = answer;
         }
     }
 }

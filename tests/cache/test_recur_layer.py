@@ -111,18 +111,19 @@ def test_against_float64(device, stream, rule, d, n_k, n_v):
 @pytest.mark.parametrize("taps", range(1, 9))
 def test_rows_together_equal_rows_one_by_one(device, stream, rule, taps):
     net = Net(device, stream, rule, 32, taps=taps, seed=taps)
-    together, single, scanned, split = (RecurLayer.allocate(device, net.plan, 5) for _ in range(4))
-    x = net.inputs(5)
+    n = 11  # more than a batch of the kernel
+    together, single, scanned, split = (RecurLayer.allocate(device, net.plan, n) for _ in range(4))
+    x = net.inputs(n)
     a = net.run(together, x)
-    together.select_slot(stream, 5)
+    together.select_slot(stream, n)
     b = []
-    for r in range(5):
+    for r in range(n):
         b.append(net.run(single, take(x, r, r + 1)))
         single.select_slot(stream, 1)
     c = net.run(scanned, x, "scan")
     scanned.select_slot(stream, 1)
     d = net.run(split, x, fused=False)
-    split.select_slot(stream, 5)
+    split.select_slot(stream, n)
     for other in (np.concatenate(b), c, d):
         assert a.tobytes() == other.tobytes()
     want = [s.tobytes() for s in net.state(together)]

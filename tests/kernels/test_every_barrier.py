@@ -94,7 +94,7 @@ def append(text):
 
 def delta(text):
     for order in ORDERS:
-        family("cache/test_recur_checked.py").run(text, order=order)
+        family("cache/test_recur_checked.py").run(text, n_rows=10, order=order)  # two batches
 
 
 def layer_cache(name):
