@@ -20,8 +20,8 @@ def run(source, rule="GATED", n_rows=3, order="forward", **how):
         (1, n_v), 128, 0,
         normal(n_rows, width), normal(width, taps), normal(n_slots, width, taps - 1),
         normal(n_slots, n_v, d, d), np.array([7 * n_slots + 2], I32), normal(n_rows, gates),
-        -np.abs(normal(n_v)), normal(gates), normal(n_rows, n_v), out, I32(n_rows), I32(n_k), I32(n_v), I32(taps),
-        I32(n_slots), I32(1), F32(1e-6), F32(-5.0), order=order, seed=2,
+        -np.abs(normal(n_v)), normal(gates), normal(n_rows, n_v), out, I32(n_rows), I32(n_k),
+        I32(n_v), I32(taps), I32(n_slots), I32(1), F32(1e-6), F32(-5.0), order=order, seed=2,
     )  # fmt: skip
     return out
 
