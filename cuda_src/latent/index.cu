@@ -3,26 +3,7 @@
 // Scores decide which rows are attended, so every rounding of them is fixed and no transcendental
 // function of a library takes part: both devices, and every shape of launch, give the same bits.
 #include "common/device.cuh"
-
-// e^x for x <= 0, within 2 ulp; the same operations on both devices.
-__device__ __forceinline__ float exp_fixed(float x) {
-    const float steps = fmaf(x, 1.44269502f, 12582912.0f);  // the low bits: x / ln 2, rounded
-    const float k = steps - 12582912.0f;
-    float r = fmaf(k, -0.693145752f, x);
-    r = fmaf(k, -1.42860677e-6f, r);
-    float p = 1.3888889e-3f;
-    p = fmaf(p, r, 8.3333333e-3f);
-    p = fmaf(p, r, 4.1666667e-2f);
-    p = fmaf(p, r, 0.166666667f);
-    p = fmaf(p, r, 0.5f);
-    p = fmaf(p, r, 1.0f);
-    p = fmaf(p, r, 1.0f);
-    if (x < -103.0f) return 0.0f;
-    // In two factors, so that a subnormal result is rounded once.
-    const int32_t e = int32_t(k);
-    const int32_t half = e / 2;
-    return p * __int_as_float((half + 127) << 23) * __int_as_float((e - half + 127) << 23);
-}
+#include "common/lanes.cuh"
 
 constexpr int INDEX_THREADS = 128;
 
@@ -66,10 +47,10 @@ KERNEL void __launch_bounds__(INDEX_THREADS, 1)
             }
             float total = 0.0f;
             for (int s = 0; s < pool; s++)
-                total = total + exp_fixed(row(s)[d + c] + ape[s * d + c] - high);
+                total = total + lkv_exp(row(s)[d + c] + ape[s * d + c] - high);
             float key = 0.0f;
             for (int s = 0; s < pool; s++) {
-                const float e = exp_fixed(row(s)[d + c] + ape[s * d + c] - high);
+                const float e = lkv_exp(row(s)[d + c] + ape[s * d + c] - high);
                 key = key + e / total * row(s)[c];
             }
             keys[p * d + c] = key;
