@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import expect
-from ..closing import Closing
 from ..errors import (
     ArgumentError,
-    CapacityExceeded,
     CaptureForbidden,
     PlaneError,
     RewindRefused,
@@ -23,6 +21,7 @@ from ..runtime.device import Device
 from ..runtime.memory import Buffer
 from ..runtime.stream import expect_stream
 from .geometry import MAX_ROWS, TAIL_PAD_BYTES, KvGeometry
+from .one_length import OneLength
 from .planes import Lengths, Workspace
 from .ring import KvRing
 
@@ -34,7 +33,7 @@ __all__ = ["KvLayer"]
 _ALIGN = 256
 
 
-class KvLayer(Closing):
+class KvLayer(OneLength):
     """One layer's quantised keys and values, with its length on the host and on the device.
 
     Row r of a plane lies at byte ``r * tok_bytes``; a row is ``kv_dim / 32`` blocks of its format
@@ -102,7 +101,6 @@ class KvLayer(Closing):
         self._fault: Buffer = arena.take((2,), np.int32, 8, f"{name}.fault")
         self._workspace = workspace
         self._arena = arena
-        self._owns_arena = False
 
     @classmethod
     def allocate(
@@ -165,25 +163,10 @@ class KvLayer(Closing):
             stream.sync()
         finally:
             stream.close()
-        layer._owns_arena = True
+        layer.owns_counters = True
         return layer
 
     # -- what it holds ----------------------------------------------------------------------------
-    @property
-    def len(self) -> int:
-        """Valid rows; raises ``CounterUnknown`` while only the device knows."""
-        return self.lengths.value
-
-    @property
-    def capacity(self) -> int:
-        """Longest length, in rows."""
-        return self.max_ctx
-
-    @property
-    def counters(self) -> Buffer:
-        """i32[1], as :class:`~memra_lowlevel.cache.planes.Planes` has it."""
-        return self.lengths.buffer
-
     def physical_rows(self, start: int, end: int) -> range:
         """Physical rows of the absolute rows ``[start, end)``.
 
@@ -311,41 +294,9 @@ class KvLayer(Closing):
         )  # fmt: skip
 
     # -- the length -------------------------------------------------------------------------------
-    def advance(self, stream: Stream, n: int) -> None:
-        """Add ``n`` to the length, on the device and here; captured, at every launch.
-
-        Raises
-        ------
-        PlaneError
-            The layer belongs to a group, whose counters move together.
-        """
-        self._alone("advance")
-        self.lengths.advance(stream, n)
-
-    def moved(self, stream: Stream, n: int) -> None:
-        """Book that a kernel which was just issued on ``stream`` moved the length by ``n``."""
-        self._alone("moved")
-        self.lengths.moved(stream, n)
-
-    def set_len(self, stream: Stream, n: int) -> None:
-        """Set the length, on the device in place and here: a rewind, or rows filled otherwise.
-
-        Raises
-        ------
-        CapacityExceeded
-            ``n`` is more than the plane can hold.
-        RewindRefused
-            The ring has dropped rows that a query at ``n`` sees.
-        """
-        self._alone("set_len")
-        self.check_len(n)
-        self.lengths.set(stream, n)
-
     def check_len(self, n: int) -> None:
         """Refuse a length that :meth:`set_len` would refuse."""
-        n = expect.integer(f"{self.name}: length", n, high=None)
-        if n < 0 or n > min(self.max_ctx, MAX_ROWS):
-            raise CapacityExceeded(f"{self.name}: length {n} does not lie in 0..{self.max_ctx}")
+        super().check_len(n)
         if self.ring is not None and n < self.len and not self.ring.can_rewind_to(n):
             raise RewindRefused(
                 f"{self.name}: a rewind from {self.len} to {n} needs rows below the base "
@@ -363,13 +314,9 @@ class KvLayer(Closing):
     # -- room -------------------------------------------------------------------------------------
     def check_headroom(self, n: int) -> None:
         """Refuse unless ``n`` more rows fit as the plane stands, without a rebase."""
-        length, n = self.len, expect.integer(f"{self.name}: rows", n, high=None)
-        if n < 0 or length + n > self.max_ctx:
-            raise CapacityExceeded(
-                f"{self.name}: {n} rows behind {length} do not fit in {self.max_ctx}; nothing was "
-                "written. Start a longer plane or drop tokens"
-            )
+        super().check_headroom(n)
         if self.ring is not None:
+            length = self.len
             plan = self.ring.append_plan(length, self.ring.retain_from(length), n)
             if not plan.contiguous:
                 raise _lapped(self, length, n)
@@ -468,7 +415,7 @@ class KvLayer(Closing):
 
     def close(self) -> None:
         """Free the planes, unless they are part of a cache; idempotent."""
-        if self._owns_arena:
+        if self.owns_counters:
             self._arena.close()
             self._workspace.close()
 
@@ -500,13 +447,6 @@ class KvLayer(Closing):
             stream, self._fault, self.kv_dim_k, self.kv_dim_v, head_dim=self.head_dim_k,
             name=self.name,
         )  # fmt: skip
-
-    def _alone(self, action: str) -> None:
-        if not self._owns_arena:
-            raise PlaneError(
-                f"{self.name}.{action}: the layer shares its counters with a group of planes; "
-                f"call {action} of the group, so that all of them move together"
-            )
 
     def _rows_of(self, name: str, rows: Buffer, width: int) -> int:
         expect.kind(f"{self.name}.append: {name}", rows, Buffer, "a Buffer")

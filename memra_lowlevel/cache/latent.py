@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..closing import Closing
-from ..errors import CapacityExceeded, CaptureForbidden, PlaneError, RewindRefused
+from ..errors import CaptureForbidden, PlaneError, RewindRefused
 from ..formats import F32, Format
 from ..kernels import latent_index, latent_rows
 from . import latent_reads, latent_snapshot
-from .geometry import MAX_ROWS
 from .latent_geometry import check_geometry
 from .latent_tail import IndexTail
+from .one_length import OneLength
 from .planes import Lengths, Workspace
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ SCRATCH_BYTES = 64 << 20
 """Scratch of one call unless it says otherwise: partial results, or scores of pools."""
 
 
-class LatentKvLayer(Closing):
+class LatentKvLayer(OneLength):
     """Latent rows of one layer, which serve as keys and values of all heads.
 
     ====================  =========================================  ============================
@@ -145,25 +144,10 @@ class LatentKvLayer(Closing):
             lengths=Lengths(arena, dev.stream, 1, max_ctx, name=name),
             workspace=Workspace(dev.device), format=format, name=name,
         )  # fmt: skip
-        layer._arena = arena
+        layer._arena, layer.owns_counters = arena, True
         return layer
 
     # -- what it holds ----------------------------------------------------------------------------
-    @property
-    def len(self) -> int:
-        """Valid rows of both planes; raises ``CounterUnknown`` while only the device knows."""
-        return self.lengths.value
-
-    @property
-    def capacity(self) -> int:
-        """Longest length, in rows."""
-        return self.max_ctx
-
-    @property
-    def counters(self) -> Buffer:
-        """i32[1], as :class:`~memra_lowlevel.cache.planes.Planes` has it."""
-        return self.lengths.buffer
-
     @property
     def index_pool(self) -> int:
         """Rows per key; 0 until it is known."""
@@ -353,40 +337,15 @@ class LatentKvLayer(Closing):
         )  # fmt: skip
 
     # -- the length -------------------------------------------------------------------------------
-    def advance(self, stream: Stream, n: int) -> None:
-        """Add ``n`` to the length, on the device and here; captured, at every launch."""
-        self._alone("advance")
-        self.lengths.advance(stream, n)
-        if stream.recording is None:
-            self.tail.settle()
-
-    def moved(self, stream: Stream, n: int) -> None:
-        """Book that a kernel which was just issued on ``stream`` moved the length by ``n``."""
-        self._alone("moved")
-        self.lengths.moved(stream, n)
-        if stream.recording is None:
-            self.tail.settle()
-
     def set_len(self, stream: Stream, n: int) -> None:
-        """Set the length, on the device in place and here, and clamp the keys.
-
-        Raises
-        ------
-        CapacityExceeded
-            ``n`` is more than the plane holds.
-        RewindRefused
-            Index rows that are still to be read were written over in the ring.
-        """
-        self._alone("set_len")
-        self.check_len(n)
-        self.lengths.set(stream, n)
+        """Set the length, and clamp the keys; see :meth:`OneLength.set_len`."""
+        super().set_len(stream, n)
         if stream.recording is None:
             self.truncate_index_pool_keys(self.tail.pool)
 
     def check_len(self, n: int) -> None:
         """Refuse a length that :meth:`set_len` would refuse."""
-        if n < 0 or n > min(self.max_ctx, MAX_ROWS):
-            raise CapacityExceeded(f"{self.name}: length {n} does not lie in 0..{self.max_ctx}")
+        super().check_len(n)
         if not self.tail.has_tail_of(n):
             pool = self.tail.pool
             raise RewindRefused(
@@ -419,15 +378,6 @@ class LatentKvLayer(Closing):
             )
         self.check_len(self.len)
         self.tail.truncate()
-
-    def check_headroom(self, n: int) -> None:
-        """Refuse unless ``n`` more rows fit."""
-        length = self.len
-        if n < 0 or length + n > self.max_ctx:
-            raise CapacityExceeded(
-                f"{self.name}: {n} rows behind {length} do not fit in {self.max_ctx}; nothing was "
-                "written. Start a longer plane or drop tokens"
-            )
 
     def prepare(self, stream: Stream, n: int) -> bool:
         """As ``Planes`` has it; a latent plane never has to be rebased."""
@@ -493,6 +443,10 @@ class LatentKvLayer(Closing):
             self._arena.close()
 
     # -- inside -----------------------------------------------------------------------------------
+    def _settle(self, stream: Stream) -> None:
+        if stream.recording is None:
+            self.tail.settle()
+
     @property
     def plane(self) -> Buffer:
         """The bytes of the rows."""
@@ -525,11 +479,4 @@ class LatentKvLayer(Closing):
             raise PlaneError(
                 f"{self.name}.append: index must be f32 [{n}, {self.index_width}] and ape given, "
                 f"got {list(index.shape)}"
-            )
-
-    def _alone(self, action: str) -> None:
-        if self._arena is None:
-            raise PlaneError(
-                f"{self.name}.{action}: the layer shares its counters with a group of planes; "
-                f"call {action} of the group, so that all of them move together"
             )
