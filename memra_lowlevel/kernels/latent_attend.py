@@ -11,11 +11,12 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..errors import ArgumentError, FormatUnsupported
+from ..errors import FormatUnsupported
 from ..formats import F32, Format
 from ..runtime.launch import LaunchConfig, launch
 from . import latent_attend_mma, latent_rows, registry
 from .kv_attend import chunk_of
+from .latent_refusal import refused
 from .registry import KernelSpec, Tolerance
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ CLASSES = ("exact", "f16x2")
 _THREADS = 256
 _TILE = 16
 _SPLITS = 8
+
+_refused = functools.partial(refused, "latent attend")
 
 _TOLERANCE = Tolerance(
     "relative", 1e-5,
@@ -340,10 +343,3 @@ def _kernels(
         )
         found = device.memo[key] = (partial, combine)
     return found
-
-
-def _refused(name: str, expected: str, got: str) -> ArgumentError:
-    return ArgumentError(
-        f"latent attend: {name} must be {expected}, got {got}",
-        kernel="latent_partial", name=name, expected=expected, got=got,
-    )  # fmt: skip

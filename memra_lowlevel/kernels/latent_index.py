@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import ArgumentError
 from ..runtime.launch import LaunchConfig, launch
 from . import registry
+from .latent_refusal import refused
 from .registry import KernelSpec, Tolerance
 
 if TYPE_CHECKING:
@@ -158,22 +158,22 @@ def append(
         Rows of the same call that were appended before.
     """
     if len(rows.shape) != 2 or rows.shape[1] < 2 or rows.shape[1] % 2:
-        raise _refused("index_append", "rows", "f32 [n, 2 * d]", str(rows.shape))
+        raise refused("index_append", "rows", "f32 [n, 2 * d]", str(rows.shape))
     n, d = rows.shape[0], rows.shape[1] // 2
     if not 1 <= pool <= MAX_POOL:
-        raise _refused("index_append", "pool", f"1 to {MAX_POOL}", str(pool))
+        raise refused("index_append", "pool", f"1 to {MAX_POOL}", str(pool))
     if ring < 0 or ring % pool or first < 0:
-        raise _refused("index_append", "ring", f"a multiple of {pool}, first not negative",
+        raise refused("index_append", "ring", f"a multiple of {pool}, first not negative",
                        f"{ring}, {first}")  # fmt: skip
     if 0 < ring < n:
-        raise _refused("index_append", "rows", f"at most the {ring} rows of the ring", str(n))
+        raise refused("index_append", "rows", f"at most the {ring} rows of the ring", str(n))
     if ape.size != pool * d:
-        raise _refused("index_append", "ape", f"f32 [{pool}, {d}]", str(ape.shape))
+        raise refused("index_append", "ape", f"f32 [{pool}, {d}]", str(ape.shape))
     if plane.size < (ring or capacity) * 2 * d:
-        raise _refused("index_append", "plane", f"f32[{(ring or capacity) * 2 * d}]",
+        raise refused("index_append", "plane", f"f32[{(ring or capacity) * 2 * d}]",
                        str(plane.shape))  # fmt: skip
     if keys.size < capacity // pool * d:
-        raise _refused("index_append", "keys", f"f32[{capacity // pool * d}]", str(keys.shape))
+        raise refused("index_append", "keys", f"f32[{capacity // pool * d}]", str(keys.shape))
     if n == 0:
         return
     launch(
@@ -213,15 +213,15 @@ def score(
         Rows by which ``len_d`` runs ahead; negative to skip rows of a call made in parts.
     """
     if len(q.shape) != 3 or not 1 <= q.shape[1] <= MAX_HEADS or q.shape[2] < 1:
-        raise _refused("index_scores", "q", f"f32 [n, up to {MAX_HEADS} heads, d]", str(q.shape))
+        raise refused("index_scores", "q", f"f32 [n, up to {MAX_HEADS} heads, d]", str(q.shape))
     n, heads, d = q.shape
     if weights.size != n * heads:
-        raise _refused("index_scores", "weights", f"f32 [{n}, {heads}]", str(weights.shape))
+        raise refused("index_scores", "weights", f"f32 [{n}, {heads}]", str(weights.shape))
     if len(scores.shape) != 2 or scores.shape[0] != n or pool < 1:
-        raise _refused("index_scores", "scores", f"f32 [{n}, n_pools]", str(scores.shape))
+        raise refused("index_scores", "scores", f"f32 [{n}, n_pools]", str(scores.shape))
     n_pools = scores.shape[1]
     if keys.size < n_pools * d or (d % 4 == 0 and keys.ptr % 16):
-        raise _refused("index_scores", "keys", f"f32 [{n_pools}, {d}], aligned", str(keys.shape))
+        raise refused("index_scores", "keys", f"f32 [{n_pools}, {d}], aligned", str(keys.shape))
     if n == 0 or n_pools == 0:
         return
     n_sms = stream.device.limits.n_sms
@@ -283,17 +283,17 @@ def select(
         Must be true: there is no selection without the raw tail.
     """
     if len(scores.shape) != 2 or len(out.shape) != 2 or out.shape[0] != scores.shape[0]:
-        raise _refused("select", "out", f"i32 [{scores.shape[0]}, width]", str(out.shape))
+        raise refused("select", "out", f"i32 [{scores.shape[0]}, width]", str(out.shape))
     n, n_pools = scores.shape
     if not 1 <= pool <= MAX_POOL or top_k < 0:
-        raise _refused("select", "pool", f"1 to {MAX_POOL}, top_k not negative", f"{pool}, {top_k}")
+        raise refused("select", "pool", f"1 to {MAX_POOL}, top_k not negative", f"{pool}, {top_k}")
     if not always_tail:
-        raise _refused("select", "always_tail", "true: rows of an open pool have no key", "false")
+        raise refused("select", "always_tail", "true: rows of an open pool have no key", "false")
     need = list_width(top_k, pool, n_pools)
     if out.shape[1] < need:
-        raise _refused("select", "out", f"at least {need} entries wide", str(out.shape))
+        raise refused("select", "out", f"at least {need} entries wide", str(out.shape))
     if scratch.n_bytes < scratch_bytes(n, n_pools):
-        raise _refused("select", "scratch", f"{scratch_bytes(n, n_pools)} bytes",
+        raise refused("select", "scratch", f"{scratch_bytes(n, n_pools)} bytes",
                        str(scratch.n_bytes))  # fmt: skip
     if n == 0:
         return
@@ -330,10 +330,3 @@ def _kernel(device: Device, name: str, **template: object) -> Kernel:
     if found is None:
         found = device.memo[key] = registry.kernel(device, name, **template)
     return found
-
-
-def _refused(kernel: str, name: str, expected: str, got: str) -> ArgumentError:
-    return ArgumentError(
-        f"{kernel}: {name} must be {expected}, got {got}",
-        kernel=kernel, name=name, expected=expected, got=got,
-    )  # fmt: skip

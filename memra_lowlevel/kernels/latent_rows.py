@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..errors import ArgumentError, FormatUnsupported
+from ..errors import FormatUnsupported
 from ..formats import BF16, F32, Q8_0, Format
 from ..runtime.launch import LaunchConfig, launch
 from . import registry
+from .latent_refusal import refused
 from .registry import KernelSpec, Tolerance
 
 if TYPE_CHECKING:
@@ -134,19 +135,19 @@ def append(
         Nothing was launched.
     """
     if len(raw.shape) != 2 or raw.shape[1] < 1:
-        raise _refused("latent_append", "raw", "f32 [n, width]", str(raw.shape))
+        raise refused("latent_append", "raw", "f32 [n, width]", str(raw.shape))
     n, width = raw.shape
     check_format(format, width, "latent_append")
     rank = kv_rank if kv_rank is not None else weight.size if weight is not None else width
     if not 1 <= rank <= width:
-        raise _refused("latent_append", "kv_rank", f"1 to {width}", str(rank))
+        raise refused("latent_append", "kv_rank", f"1 to {width}", str(rank))
     if weight is not None and weight.size != rank:
-        raise _refused("latent_append", "weight", f"f32[{rank}]", str(weight.shape))
+        raise refused("latent_append", "weight", f"f32[{rank}]", str(weight.shape))
     positions = 0
     if angles is not None and rank < width:
         positions = _positions("latent_append", angles, width - rank)
     if plane.n_bytes < capacity * row_bytes(format, width):
-        raise _refused(
+        raise refused(
             "latent_append", "plane",
             f"at least {capacity * row_bytes(format, width)} bytes ({capacity} rows)",
             f"{plane.n_bytes}",
@@ -186,13 +187,11 @@ def rotate(
         ``len_d`` already counts the n rows.
     """
     if len(q.shape) != 3 or len(out.shape) != 3 or q.shape[:2] != out.shape[:2]:
-        raise _refused(
-            "latent_rotate", "q", f"f32 [n, heads, d_q] beside {out.shape}", str(q.shape)
-        )
+        raise refused("latent_rotate", "q", f"f32 [n, heads, d_q] beside {out.shape}", str(q.shape))
     n, heads, d_q = q.shape
     width = out.shape[2]
     if d_rope % 2 or not 0 <= d_rope <= min(d_q, width):
-        raise _refused("latent_rotate", "d_rope", f"even, at most {min(d_q, width)}", str(d_rope))
+        raise refused("latent_rotate", "d_rope", f"even, at most {min(d_q, width)}", str(d_rope))
     positions = _positions("latent_rotate", angles, d_rope) if angles is not None and d_rope else 0
     if n == 0 or d_rope == 0:
         return
@@ -217,16 +216,16 @@ def project(stream: Stream, x: Buffer, weight: Buffer, y: Buffer) -> None:
         f32 ``[n, heads, at least n_out]``; the first ``n_out`` are written, the rest left alone.
     """
     if len(x.shape) != 3 or len(weight.shape) != 3 or len(y.shape) != 3:
-        raise _refused("latent_project", "x, weight, y", "three axes each", str(weight.shape))
+        raise refused("latent_project", "x, weight, y", "three axes each", str(weight.shape))
     n, heads, x_stride = x.shape
     _, n_out, n_in = weight.shape
     if weight.shape[0] != heads or y.shape[:2] != (n, heads):
-        raise _refused(
+        raise refused(
             "latent_project", "weight", f"f32 [{heads}, n_out, n_in], and y alike",
             f"{weight.shape}, y {y.shape}",
         )  # fmt: skip
     if n_in > x_stride or n_out > y.shape[2] or (n_in % 4 == 0 and weight.ptr % 16):
-        raise _refused(
+        raise refused(
             "latent_project", "weight", f"at most [{y.shape[2]}, {x_stride}], 16-byte aligned",
             str(weight.shape),
         )  # fmt: skip
@@ -242,9 +241,9 @@ def project(stream: Stream, x: Buffer, weight: Buffer, y: Buffer) -> None:
 
 def _positions(kernel: str, angles: Buffer, d_rope: int) -> int:
     if d_rope % 2:
-        raise _refused(kernel, "d_rope", "even: it is rotated in pairs", str(d_rope))
+        raise refused(kernel, "d_rope", "even: it is rotated in pairs", str(d_rope))
     if len(angles.shape) != 2 or angles.shape[1] != d_rope:
-        raise _refused(kernel, "angles", f"f32 [n_positions, {d_rope}]", str(angles.shape))
+        raise refused(kernel, "angles", f"f32 [n_positions, {d_rope}]", str(angles.shape))
     return angles.shape[0]
 
 
@@ -254,10 +253,3 @@ def _kernel(device: Device, name: str, **template: object) -> Kernel:
     if found is None:
         found = device.memo[key] = registry.kernel(device, name, **template)
     return found
-
-
-def _refused(kernel: str, name: str, expected: str, got: str) -> ArgumentError:
-    return ArgumentError(
-        f"{kernel}: {name} must be {expected}, got {got}",
-        kernel=kernel, name=name, expected=expected, got=got,
-    )  # fmt: skip
