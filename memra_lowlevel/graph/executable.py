@@ -262,6 +262,7 @@ class GraphExec(Owned):
         for effect in self.effects:
             effect.apply()
         self._n_slow += 1
+        native.note_issued(stream.cell, len(self._nodes))
         for operand in self.keeps.operands.values():
             if isinstance(operand, Storage):
                 operand.streams.add(stream)

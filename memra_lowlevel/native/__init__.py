@@ -163,8 +163,14 @@ def StreamCell(gate: Gate, handle: int, *, shared: bool = False) -> Any:
 
 
 def issued(cell: Any) -> int:
-    """Weight of all launches so far through the compiled path on a stream."""
+    """Weight of all that was put on a stream so far."""
     return 0 if cell is None else int(cell.issued)
+
+
+def note_issued(cell: Any, weight: int = 1) -> None:
+    """Count work that was put on a stream on another way than through the compiled path."""
+    if cell is not None:
+        cell.issued += weight
 
 
 def note_seen(cell: Any, mark: int) -> None:

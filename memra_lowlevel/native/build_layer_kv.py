@@ -16,6 +16,7 @@ from cffi import FFI
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _HERE = "memra_lowlevel/native"
+_PARTS = ("loops", "attend", "base", "avx2", "avx512")
 
 
 def _declarations() -> str:
@@ -42,13 +43,20 @@ def _builder(root: str) -> Any:
         depends=[
             os.path.join(root, *path.split("/"))
             for path in (
-                f"{_HERE}/layer_kv_loops.h",
+                *(f"{_HERE}/layer_kv_{part}.h" for part in _PARTS),
                 f"{_HERE}/layer_kv.h",
                 "cuda_src/common/elementary.cuh",
             )
         ],
-        # contraction would fuse products and sums that the arithmetic rounds separately
-        extra_compile_args=["-O3", "-ffp-contract=off", "-fno-math-errno", "-std=gnu11"],
+        # Contraction would fuse products and sums that the arithmetic rounds separately. Nobody
+        # reads errno or floating-point flags; without them exponentials run in vectors.
+        extra_compile_args=[
+            "-O3",
+            "-ffp-contract=off",
+            "-fno-math-errno",
+            "-fno-trapping-math",
+            "-std=gnu11",
+        ],
         py_limited_api=True,
     )
     return builder

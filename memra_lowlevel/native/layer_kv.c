@@ -49,240 +49,25 @@ static __thread int64_t lkv_done[LKV_N_WORK];
 static float *lkv_scratch(int64_t floats)
 {
     LKV_COUNT(LKV_SCRATCH_BYTES, (int64_t)sizeof(float) * floats);
-    return malloc(sizeof(float) * (size_t)floats);
+    /* whole cache lines: a vector that straddles two costs two loads */
+    return aligned_alloc(64, (sizeof(float) * (size_t)floats + 63) / 64 * 64);
+}
+
+static inline void lkv_ask_for(const void *from, int64_t offset, int64_t bytes)
+{
+    for (int64_t b = 0; b < bytes; b += 64)
+        __builtin_prefetch((const void *)((uintptr_t)from + (uintptr_t)(offset + b)));
 }
 
 #define LKV_FN static inline
 #define LKV_BITS lkv_bits
 #define LKV_FLOAT lkv_float
 
-/* ---- baseline: plain C ------------------------------------------------------------------- */
-#if defined(__aarch64__) || defined(__FMA__)
-#define LKV_FMA_BASE(a, b, c) __builtin_fmaf(a, b, c)
-#else
-/* The product is exact in double; the sum is rounded to odd, so that the last rounding, to
- * float, is the only one. */
-static inline float lkv_fmaf(float a, float b, float c)
-{
-    double p = (double)a * (double)b, s = p + (double)c;
-    double t = s - p, err = (p - (s - t)) + ((double)c - t);
-    uint64_t u;
-    memcpy(&u, &s, sizeof u);
-    if ((err > 0.0 || err < 0.0) && !(u & 1)) {
-        u = (err > 0.0) == (s > 0.0) ? u + 1 : u - 1;
-        memcpy(&s, &u, sizeof s);
-    }
-    return (float)s;
-}
-#define LKV_FMA_BASE lkv_fmaf
-#endif
-
-static inline float lkv_sum32(const float *a)
-{
-    float s[32];
-    memcpy(s, a, sizeof s);
-    for (int stride = 16; stride; stride /= 2)
-        for (int j = 0; j < stride; j++) s[j] = s[j] + s[j + stride];
-    return s[0];
-}
-
-static inline void lkv_sum32x4(float (*a)[32], float *out)
-{
-    for (int i = 0; i < 4; i++) out[i] = lkv_sum32(a[i]);
-}
-
-#define LKV_NAME(f) f##_base
-#define LKV_FMA LKV_FMA_BASE
-#define V float
-#define VW 1
-#define V_ZERO() 0.0f
-#define V_SET1(x) (x)
-#define V_LOAD(p) (*(p))
-#define V_LOAD_PART(p, n) (*(p))
-#define V_STORE(p, x) (*(p) = (x))
-#define V_CODES(p) ((float)*(p))
-#define V_CODES_PART(p, n) ((float)*(p))
-#define V_FMA LKV_FMA_BASE
-#define V_SUM32 lkv_sum32
-#define V_SUM32X4 lkv_sum32x4
-#include "layer_kv_loops.h"
-#undef LKV_NAME
-#undef LKV_FMA
-#undef V
-#undef VW
-#undef V_ZERO
-#undef V_SET1
-#undef V_LOAD
-#undef V_LOAD_PART
-#undef V_STORE
-#undef V_CODES
-#undef V_CODES_PART
-#undef V_FMA
-#undef V_SUM32
-#undef V_SUM32X4
-
+#include "layer_kv_base.h"
 #if defined(__x86_64__) && defined(__GNUC__)
 #define LKV_X86 1
-#include <immintrin.h>
-
-/* ---- AVX2 + FMA -------------------------------------------------------------------------- */
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
-#endif
-
-static const int32_t lkv_lanes[16] = {-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0};
-
-static inline __m256 lkv_load_part_avx2(const float *p, int64_t n)
-{
-    return _mm256_maskload_ps(p, _mm256_loadu_si256((const __m256i *)(lkv_lanes + 8 - n)));
-}
-
-static inline __m256 lkv_codes_avx2(const int8_t *p)
-{
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
-}
-
-static inline __m256 lkv_codes_part_avx2(const int8_t *p, int64_t n)
-{
-    int8_t t[8] = {0};
-    memcpy(t, p, (size_t)n);
-    return lkv_codes_avx2(t);
-}
-
-static inline float lkv_sum8(__m256 x)
-{
-    __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-    return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
-}
-
-static inline float lkv_sum32_avx2(const __m256 *a)
-{
-    return lkv_sum8(_mm256_add_ps(_mm256_add_ps(a[0], a[2]), _mm256_add_ps(a[1], a[3])));
-}
-
-static inline void lkv_sum32x4_avx2(__m256 (*a)[4], float *out)
-{
-    __m256 x[4];
-    for (int i = 0; i < 4; i++)
-        x[i] = _mm256_add_ps(_mm256_add_ps(a[i][0], a[i][2]), _mm256_add_ps(a[i][1], a[i][3]));
-    __m256 p = _mm256_add_ps(_mm256_permute2f128_ps(x[0], x[2], 0x20),
-                             _mm256_permute2f128_ps(x[0], x[2], 0x31));
-    __m256 q = _mm256_add_ps(_mm256_permute2f128_ps(x[1], x[3], 0x20),
-                             _mm256_permute2f128_ps(x[1], x[3], 0x31));
-    p = _mm256_add_ps(_mm256_shuffle_ps(p, q, 0x44), _mm256_shuffle_ps(p, q, 0xEE));
-    p = _mm256_add_ps(_mm256_shuffle_ps(p, p, 0x88), _mm256_shuffle_ps(p, p, 0xDD));
-    __m128 low = _mm256_castps256_ps128(p), high = _mm256_extractf128_ps(p, 1);
-    _mm_storeu_ps(out, _mm_movelh_ps(low, high));
-}
-
-#define LKV_NAME(f) f##_avx2
-#define LKV_FMA(a, b, c) __builtin_fmaf(a, b, c)
-#define V __m256
-#define VW 8
-#define V_ZERO _mm256_setzero_ps
-#define V_SET1 _mm256_set1_ps
-#define V_LOAD _mm256_loadu_ps
-#define V_LOAD_PART lkv_load_part_avx2
-#define V_STORE _mm256_storeu_ps
-#define V_CODES lkv_codes_avx2
-#define V_CODES_PART lkv_codes_part_avx2
-#define V_FMA _mm256_fmadd_ps
-#define V_SUM32 lkv_sum32_avx2
-#define V_SUM32X4 lkv_sum32x4_avx2
-#include "layer_kv_loops.h"
-#undef LKV_NAME
-#undef LKV_FMA
-#undef V
-#undef VW
-#undef V_ZERO
-#undef V_SET1
-#undef V_LOAD
-#undef V_LOAD_PART
-#undef V_STORE
-#undef V_CODES
-#undef V_CODES_PART
-#undef V_FMA
-#undef V_SUM32
-#undef V_SUM32X4
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-
-/* ---- AVX-512 ----------------------------------------------------------------------------- */
-#ifdef __clang__
-#pragma clang attribute push(                                                                      \
-    __attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma")
-#endif
-
-static inline __m512 lkv_load_part_avx512(const float *p, int64_t n)
-{
-    return _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1u), p);
-}
-
-static inline __m512 lkv_codes_avx512(const int8_t *p)
-{
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
-}
-
-static inline __m512 lkv_codes_part_avx512(const int8_t *p, int64_t n)
-{
-    __m128i c = _mm_maskz_loadu_epi8((__mmask16)((1u << n) - 1u), p);
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(c));
-}
-
-static inline float lkv_sum32_avx512(const __m512 *a)
-{
-    __m512 x = _mm512_add_ps(a[0], a[1]);
-    __m256 y = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
-    __m128 s = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
-    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-    return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
-}
-
-static inline void lkv_sum32x4_avx512(__m512 (*a)[2], float *out)
-{
-    __m512 x[4];
-    for (int i = 0; i < 4; i++) x[i] = _mm512_add_ps(a[i][0], a[i][1]);
-    __m512 p = _mm512_add_ps(_mm512_shuffle_f32x4(x[0], x[1], 0x44),
-                             _mm512_shuffle_f32x4(x[0], x[1], 0xEE));
-    __m512 q = _mm512_add_ps(_mm512_shuffle_f32x4(x[2], x[3], 0x44),
-                             _mm512_shuffle_f32x4(x[2], x[3], 0xEE));
-    p = _mm512_add_ps(_mm512_shuffle_f32x4(p, q, 0x88), _mm512_shuffle_f32x4(p, q, 0xDD));
-    p = _mm512_add_ps(p, _mm512_permute_ps(p, 0x4E));
-    p = _mm512_add_ps(p, _mm512_permute_ps(p, 0xB1));
-    p = _mm512_permutexvar_ps(_mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0), p);
-    _mm_storeu_ps(out, _mm512_castps512_ps128(p));
-}
-
-#define LKV_NAME(f) f##_avx512
-#define LKV_FMA(a, b, c) __builtin_fmaf(a, b, c)
-#define V __m512
-#define VW 16
-#define V_ZERO _mm512_setzero_ps
-#define V_SET1 _mm512_set1_ps
-#define V_LOAD _mm512_loadu_ps
-#define V_LOAD_PART lkv_load_part_avx512
-#define V_STORE _mm512_storeu_ps
-#define V_CODES lkv_codes_avx512
-#define V_CODES_PART lkv_codes_part_avx512
-#define V_FMA _mm512_fmadd_ps
-#define V_SUM32 lkv_sum32_avx512
-#define V_SUM32X4 lkv_sum32x4_avx512
-#include "layer_kv_loops.h"
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+#include "layer_kv_avx2.h"
+#include "layer_kv_avx512.h"
 #endif
 
 /* ---- the choice -------------------------------------------------------------------------- */

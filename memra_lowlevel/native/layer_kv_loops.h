@@ -1,260 +1,18 @@
-/* The loops, once per instruction set. layer_kv.c includes this file under a compiler target and
- * defines before:
+/* The loops, once per instruction set. layer_kv_base.h, layer_kv_avx2.h and layer_kv_avx512.h include
+ * this file under a compiler target; it forgets their definitions at its end:
  *   LKV_NAME(f)  f with the set's suffix      LKV_FMA       fused multiply-add of scalars
- *   V, VW        a vector and its lanes (1, 8 or 16)
- *   V_ZERO V_SET1 V_LOAD V_STORE V_LOAD_PART V_CODES V_CODES_PART V_FMA V_SUM32 V_SUM32X4
+ *   V, VW        a vector and its lanes       V_LOAD V_STORE V_LOAD_PART(p, n < VW)
+ *   V_ZERO V_SET1 V_FMA V_SUM32 V_SUM32X4     V_CODES V_CODES_PART: int8 to float
+ *   V_TURN(codes, stride, turned)             32 codes of VW rows, channel d's at V_TURNED(d)
+ *   V_LEAVES     codes that registers hold as floats while queries use them
+ *   V_QUERIES V_SUMS                          queries and sums of values side by side
+ *   V_KEEP       hold a value in a register: compilers load an operand again for each use
  * Each result is fixed by the order written here, whatever the set: a dot product is 32 lanes of
  * fused steps and a butterfly (strides 16, 8, 4, 2, 1); everything else is plain IEEE arithmetic
  * that the compiler may vectorise but not reassociate. */
 #include "common/elementary.cuh"
 
-#define NV (32 / VW)
-
-/* The 32 lanes of one row. q is padded to a multiple of 32 with -0: the product of a pad is -0 and
- * leaves any sum alone. */
-static inline __attribute__((always_inline)) void LKV_NAME(lanes)(
-    const float *restrict q, const float *restrict row, int64_t hd, V *restrict acc)
-{
-    int64_t d = 0;
-    for (int j = 0; j < NV; j++) acc[j] = V_ZERO();
-    for (; d + 32 <= hd; d += 32)
-        for (int j = 0; j < NV; j++)
-            acc[j] = V_FMA(V_LOAD(q + d + j * VW), V_LOAD(row + d + j * VW), acc[j]);
-    for (int j = 0; j < NV && d + j * VW < hd; j++) {
-        int64_t left = hd - d - j * VW;
-        const float *p = row + d + j * VW;
-        acc[j] = V_FMA(V_LOAD(q + d + j * VW), left >= VW ? V_LOAD(p) : V_LOAD_PART(p, left), acc[j]);
-    }
-}
-
-/* The lanes of one group of codes, or of the same codes already made floats. */
-static inline __attribute__((always_inline)) void LKV_NAME(code_lanes)(
-    const float *restrict q, const int8_t *restrict codes, const float *restrict wide, int64_t left,
-    V *restrict acc)
-{
-    for (int j = 0; j < NV; j++) {
-        int64_t lanes = left - j * VW;
-        V b = V_ZERO();
-        acc[j] = b;
-        if (lanes <= 0) continue;
-        if (wide)
-            b = lanes >= VW ? V_LOAD(wide + j * VW) : V_LOAD_PART(wide + j * VW, lanes);
-        else
-            b = lanes >= VW ? V_CODES(codes + j * VW) : V_CODES_PART(codes + j * VW, lanes);
-        acc[j] = V_FMA(b, V_LOAD(q + j * VW), acc[j]);
-    }
-}
-
-/* Four rows share the steps of their butterflies; each keeps its own order. */
-static void LKV_NAME(score_rows)(const float *q, const float *rows, int64_t hd, int64_t n,
-                                 float scale, float *out)
-{
-    V acc[4][NV];
-    float d[4];
-    int64_t r = 0;
-    LKV_COUNT(LKV_ROWS_SCORED, n);
-    for (; r + 4 <= n; r += 4) {
-        for (int i = 0; i < 4; i++) LKV_NAME(lanes)(q, rows + (r + i) * hd, hd, acc[i]);
-        V_SUM32X4(acc, d);
-        for (int i = 0; i < 4; i++) out[r + i] = d[i] * scale;
-    }
-    for (; r < n; r++) {
-        LKV_NAME(lanes)(q, rows + r * hd, hd, acc[0]);
-        out[r] = V_SUM32(acc[0]) * scale;
-    }
-}
-
-static inline __attribute__((always_inline)) void LKV_NAME(score_groups)(
-    const float *q, const int8_t *codes, const float *wide, const float *scales, int64_t hd,
-    int64_t groups, int64_t n, float scale, float *out)
-{
-    V acc[4][NV];
-    float d[4];
-    LKV_COUNT(LKV_ROWS_SCORED, n);
-    for (int64_t r = 0; r < n; r++) {
-        const int8_t *row = codes + r * hd;
-        const float *w = wide ? wide + r * hd : 0, *s = scales + r * groups;
-        float dot = 0.0f;
-        int64_t g = 0;
-        for (; g + 4 <= groups && g * 32 + 128 <= hd; g += 4) {
-            for (int i = 0; i < 4; i++)
-                LKV_NAME(code_lanes)(q + (g + i) * 32, row + (g + i) * 32,
-                                     w ? w + (g + i) * 32 : 0, 32, acc[i]);
-            V_SUM32X4(acc, d);
-            for (int i = 0; i < 4; i++) dot = dot + d[i] * s[g + i];
-        }
-        for (; g < groups; g++) {
-            LKV_NAME(code_lanes)(q + g * 32, row + g * 32, w ? w + g * 32 : 0, hd - g * 32, acc[0]);
-            dot = dot + V_SUM32(acc[0]) * s[g];
-        }
-        out[r] = dot * scale;
-    }
-}
-
-static void LKV_NAME(score_codes)(const float *q, const int8_t *codes, const float *scales,
-                                  int64_t hd, int64_t groups, int64_t n, float scale, float *out)
-{
-    LKV_NAME(score_groups)(q, codes, 0, scales, hd, groups, n, scale, out);
-}
-
-static void LKV_NAME(score_wide)(const float *q, const float *wide, const float *scales, int64_t hd,
-                                 int64_t groups, int64_t n, float scale, float *out)
-{
-    LKV_NAME(score_groups)(q, (const int8_t *)wide, wide, scales, hd, groups, n, scale, out);
-}
-
-static void LKV_NAME(widen)(const int8_t *restrict codes, int64_t n, float *restrict out)
-{
-    for (int64_t i = 0; i < n; i++) out[i] = (float)codes[i];
-}
-
-/* acc[d] = fma(w, v[d], acc[d]) for ascending rows; nv vectors of one head at a time. */
-static inline __attribute__((always_inline)) void LKV_NAME(value_chunk)(
-    const float *restrict w, const float *restrict v, const int8_t *restrict vq, int64_t stride,
-    int64_t n, int nv, int64_t part, float *restrict acc)
-{
-    V a[8];
-    for (int j = 0; j < nv; j++) a[j] = V_LOAD(acc + j * VW);
-    for (int64_t r = 0; r < n; r++) {
-        float weight = w[r];
-        if (weight < 1e-12f && weight > -1e-12f) continue;
-        V wv = V_SET1(weight);
-        for (int j = 0; j < nv; j++) {
-            V b;
-            if (vq) {
-                const int8_t *p = vq + r * stride + j * VW;
-                b = part ? V_CODES_PART(p, part) : V_CODES(p);
-            } else {
-                const float *p = v + r * stride + j * VW;
-                b = part ? V_LOAD_PART(p, part) : V_LOAD(p);
-            }
-            a[j] = V_FMA(wv, b, a[j]);
-        }
-    }
-    for (int j = 0; j < nv; j++) V_STORE(acc + j * VW, a[j]);
-}
-
-#define CHUNK(count, part)                                                                         \
-    do {                                                                                           \
-        if (vq)                                                                                    \
-            LKV_NAME(value_chunk)(w, v, vq + d, hd, n, count, part, acc + d);                      \
-        else                                                                                       \
-            LKV_NAME(value_chunk)(w, v + d, 0, hd, n, count, part, acc + d);                       \
-    } while (0)
-
-/* acc is padded to a multiple of 32; one of v and vq is given. */
-static void LKV_NAME(value_rows)(const float *w, const float *v, const int8_t *vq, int64_t hd,
-                                 int64_t n, float *acc)
-{
-    int64_t d = 0;
-    LKV_COUNT(LKV_ROWS_ADDED, n);
-    for (; d + 8 * VW <= hd; d += 8 * VW) CHUNK(8, 0);
-    for (; d + 4 * VW <= hd; d += 4 * VW) CHUNK(4, 0);
-    for (; d + VW <= hd; d += VW) CHUNK(1, 0);
-    if (d < hd) CHUNK(1, hd - d);
-}
-#undef CHUNK
-
-static void LKV_NAME(exp_shifted)(float *restrict s, int64_t n, float m)
-{
-    LKV_COUNT(LKV_EXPONENTIALS, n);
-    for (int64_t r = 0; r < n; r++) s[r] = LKV_NAME(lkv_exp)(s[r] - m);
-}
-
-static void LKV_NAME(softcap_rows)(float *restrict s, int64_t n, float cap)
-{
-    for (int64_t r = 0; r < n; r++) s[r] = cap * LKV_NAME(lkv_tanh)(s[r] / cap);
-}
-
-static void LKV_NAME(divide_rows)(float *restrict s, int64_t n, float z)
-{
-    for (int64_t r = 0; r < n; r++) s[r] = s[r] / z;
-}
-
-/* Scores of one row of weights to probabilities; the sink's term enters the sum last. */
-static int LKV_NAME(softmax)(float *s, int64_t n, const float *sink)
-{
-    float m = -INFINITY, z = 0.0f;
-    for (int64_t r = 0; r < n; r++) m = s[r] > m ? s[r] : m;
-    if (sink && *sink > m) m = *sink;
-    LKV_NAME(exp_shifted)(s, n, m);
-    for (int64_t r = 0; r < n; r++) z = z + s[r];
-    if (z != z) return LKV_NOT_FINITE;
-    if (sink) z = z + LKV_NAME(lkv_exp)(*sink - m);
-    if (z > 0.0f) LKV_NAME(divide_rows)(s, n, z);
-    return 0;
-}
-
-static void LKV_NAME(pad_query)(const float *q, const float *col, int64_t hd, int64_t hdp, float *to)
-{
-    for (int64_t d = 0; d < hd; d++) to[d] = col ? q[d] * col[d] : q[d];
-    for (int64_t d = hd; d < hdp; d++) to[d] = -0.0f;
-}
-
-static int LKV_NAME(attend)(const lkv_store *s, int64_t head, const float *q, int64_t n,
-                            int64_t stored, int64_t first, float scale, float softcap,
-                            const float *sinks, float *out, float *imp, int64_t n_imp, float *probs)
-{
-    enum { TILE = 32 };
-    int64_t hd = s->hd, hdp = (hd + 31) / 32 * 32, span = stored - first;
-    int64_t at = head * s->cap + first;
-    float *work = lkv_scratch(2 * n * hdp + TILE + TILE * hd + (probs ? 0 : n * span));
-    if (!work) return LKV_NO_MEMORY;
-    float *qp = work, *acc = work + n * hdp, *wts = acc + n * hdp, *wide = wts + TILE;
-    float *p = probs ? probs : wide + TILE * hd;
-    int share = n > 1; /* several queries read a tile: make its codes floats once */
-    const float *kcol = s->k_q8 && s->kcol_on[head] ? s->kcol + head * hd : 0;
-    int bad = 0;
-    for (int64_t i = 0; i < n; i++)
-        LKV_NAME(pad_query)(q + i * hd, kcol, hd, hdp, qp + i * hdp);
-    for (int64_t r = 0; r < span; r += TILE) {
-        int64_t rows = span - r < TILE ? span - r : TILE;
-        if (s->k_q8 && share) LKV_NAME(widen)(s->kq + (at + r) * hd, rows * hd, wide);
-        for (int64_t i = 0; i < n; i++)
-            if (s->k_q8 && share)
-                LKV_NAME(score_wide)(qp + i * hdp, wide, s->ks + (at + r) * s->groups, hd,
-                                     s->groups, rows, scale, p + i * span + r);
-            else if (s->k_q8)
-                LKV_NAME(score_codes)(qp + i * hdp, s->kq + (at + r) * hd,
-                                      s->ks + (at + r) * s->groups, hd, s->groups, rows, scale,
-                                      p + i * span + r);
-            else
-                LKV_NAME(score_rows)(qp + i * hdp, s->k + (at + r) * hd, hd, rows, scale,
-                                     p + i * span + r);
-    }
-    for (int64_t i = 0; i < n && !bad; i++) {
-        if (softcap > 0.0f) LKV_NAME(softcap_rows)(p + i * span, span, softcap);
-        bad = LKV_NAME(softmax)(p + i * span, span, sinks ? sinks + i : 0);
-    }
-    if (bad) {
-        free(work);
-        return bad;
-    }
-    memset(acc, 0, sizeof(float) * (size_t)(n * hdp));
-    for (int64_t r = 0; r < span; r += TILE) {
-        int64_t rows = span - r < TILE ? span - r : TILE;
-        if (s->v_q8 && share) LKV_NAME(widen)(s->vq + (at + r) * hd, rows * hd, wide);
-        for (int64_t i = 0; i < n; i++) {
-            const float *w = p + i * span + r;
-            if (s->v_q8) {
-                const float *vs = s->vs + at + r;
-                for (int64_t j = 0; j < rows; j++) wts[j] = w[j] * vs[j];
-                const int8_t *codes = s->vq + (at + r) * hd;
-                LKV_NAME(value_rows)(wts, wide, share ? 0 : codes, hd, rows, acc + i * hdp);
-            } else
-                LKV_NAME(value_rows)(w, s->v + (at + r) * hd, 0, hd, rows, acc + i * hdp);
-        }
-    }
-    const float *vcol = s->v_q8 && s->vcol_on[head] ? s->vcol + head * hd : 0;
-    for (int64_t i = 0; i < n; i++)
-        for (int64_t d = 0; d < hd; d++)
-            out[i * hd + d] = vcol ? acc[i * hdp + d] * vcol[d] : acc[i * hdp + d];
-    int64_t end = n_imp < stored ? n_imp : stored;
-    for (int64_t i = 0; i < n; i++)
-        for (int64_t r = first; r < end; r++) imp[r] = imp[r] + p[i * span + r - first];
-    free(work);
-    return 0;
-}
+#include "layer_kv_attend.h"
 
 static int LKV_NAME(quantise)(const float *x, const float *col, const uint8_t *col_on,
                               int64_t n_rows, int64_t hd, int64_t width, int8_t *codes,
@@ -328,7 +86,7 @@ static int LKV_NAME(bounded_step)(float *ring_k, float *ring_v, float *undo_k, f
             }
             LKV_NAME(score_rows)(qp, rk + row * hd, hd, 1, scale, s + n_sink + delta);
         }
-        bad = LKV_NAME(softmax)(s, n, 0);
+        bad = LKV_NAME(softmax)(s, n, 1, n, 0);
     }
     for (int64_t h = 0; h < nkv; h++) {
         float *at_k = ring_k + (h * window + slot) * hd, *at_v = ring_v + (h * window + slot) * hd;
@@ -338,10 +96,10 @@ static int LKV_NAME(bounded_step)(float *ring_k, float *ring_v, float *undo_k, f
     for (int64_t i = 0; i < nh && !bad; i++) {
         const float *w = p + i * n, *rv = ring_v + i / hpk * window * hd;
         memset(acc, 0, sizeof(float) * (size_t)hdp);
-        LKV_NAME(value_rows)(w, sink_v + i / hpk * n_sink * hd, 0, hd, n_sink, acc);
+        LKV_NAME(value_rows)(w, sink_v + i / hpk * n_sink * hd, hd, n_sink, acc);
         for (int64_t delta = 0; delta < len; delta++) {
             int64_t row = slot - delta < 0 ? slot - delta + window : slot - delta;
-            LKV_NAME(value_rows)(w + n_sink + delta, rv + row * hd, 0, hd, 1, acc);
+            LKV_NAME(value_rows)(w + n_sink + delta, rv + row * hd, hd, 1, acc);
         }
         memcpy(out + i * hd, acc, bytes);
     }
@@ -586,4 +344,27 @@ static const lkv_table LKV_NAME(table) = {
     LKV_NAME(attend),       LKV_NAME(bounded_step), LKV_NAME(nystrom_step),   LKV_NAME(nystrom_replay),
     LKV_NAME(phase),        LKV_NAME(phase_delta),  LKV_NAME(read_all),
 };
+
+#undef LKV_NAME
+#undef LKV_FMA
+#undef V
+#undef VW
 #undef NV
+#undef AHEAD
+#undef INLINE
+#undef V_ZERO
+#undef V_SET1
+#undef V_LOAD
+#undef V_LOAD_PART
+#undef V_STORE
+#undef V_CODES
+#undef V_CODES_PART
+#undef V_FMA
+#undef V_KEEP
+#undef V_SUM32
+#undef V_SUM32X4
+#undef V_TURN
+#undef V_TURNED
+#undef V_LEAVES
+#undef V_QUERIES
+#undef V_SUMS

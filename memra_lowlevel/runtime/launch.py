@@ -350,6 +350,8 @@ class _Site:
         if recording is not None:
             recording.keeps.add_kernel(kernel)
             recording.tick(stream)
+        else:
+            native.note_issued(stream.cell)
 
 
 def driver_error(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from .. import expect
+from .. import expect, native
 from ..closing import Closing
 from ..driver.trace import caller
 from ..errors import ArgumentError, ClosedError
@@ -203,6 +203,8 @@ def note_use(stream: Stream, *storages: Storage) -> None:
             recording.keeps.add(storage)
     if recording is not None:
         recording.tick(stream)
+    else:
+        native.note_issued(stream.cell)
 
 
 def normal_shape(shape: Shape) -> tuple[int, ...]:

@@ -114,6 +114,7 @@ class Stream(Owned):
             )
         self.context.ensure()
         self.context.driver.cuEventRecord(event.handle, self.handle)
+        native.note_issued(self.cell)
         event._note_record(self)
         return event
 
@@ -150,6 +151,7 @@ class Stream(Owned):
             )
         self.context.ensure()
         self.context.driver.cuStreamWaitEvent(self.handle, event.handle)
+        native.note_issued(self.cell)
         if theirs is not None:
             theirs.note_wait(self, event)
 

@@ -253,7 +253,7 @@ def test_the_lock_is_kept_while_the_queue_cannot_be_full(rig: Any, stub: Any) ->
     kernel, s, t, a, _ = rig
     stub.n_params = 0
     p, q = (prepare(s, CONFIG, kernel, a, 1, 2, 3.0, None) for _ in range(2))
-    p.launch(s)  # through Python, which does not count
+    p.launch(s)
     s.sync()
     start = unlocked(s)
     for _ in range(KEEP):
@@ -282,16 +282,39 @@ def test_an_event_tells_of_the_launches_before_it(rig: Any, stub: Any) -> None:
     p.launch(s)
     s.sync()
     start, event = unlocked(s), s.device.event(name="mark")
-    for i in range(KEEP):
+    for i in range(KEEP - 1):
         if i == 100:
             s.record(event)
         p.launch(s)
-    event.sync()
-    for _ in range(100):
+    event.sync()  # 100 launches and the event itself are through
+    for _ in range(101):
         p.launch(s)
     assert unlocked(s) == start
     p.launch(s)
     assert unlocked(s) == start + 1
+    event.close()
+
+
+def test_work_that_goes_through_python_counts_too(rig: Any, stub: Any) -> None:
+    kernel, s, _, a, e = rig
+    stub.n_params = 0
+    p = prepare(s, CONFIG, kernel, a, 1, 2, 3.0, None)
+    event = s.device.event(name="one of the calls")
+    for call in (
+        lambda: a.fill(s, 0),
+        lambda: a.copy_from(s, e),
+        lambda: s.record(event),
+        lambda: s.wait(event),
+        lambda: prepare(s, CONFIG, kernel, a, 1, 2, 3.0, None).launch(s),
+    ):
+        p.launch(s)
+        s.sync()
+        start = unlocked(s)
+        for _ in range(KEEP):
+            call()
+        p.launch(s)
+        assert unlocked(s) == start + 1
+    s.sync()
     event.close()
 
 
