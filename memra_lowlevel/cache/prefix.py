@@ -42,6 +42,9 @@ class CachePrefix(Closing):
         Convolution and recurrent state, by layer.
     geometry : list of dict
         What a cache must have to take it over, by layer.
+    streams : list of Stream
+        Where layers lie on several devices: the streams of the cache behind which the copies on
+        its other devices are there.
     """
 
     pos: int
@@ -50,6 +53,17 @@ class CachePrefix(Closing):
     latent: dict[int, LatentPlaneSnapshot] = field(default_factory=dict)
     kv: dict[int, tuple[Buffer, Buffer]] = field(default_factory=dict)
     recur: dict[int, tuple[Buffer, Buffer]] = field(default_factory=dict)
+    streams: list[Stream] = field(default_factory=list)
+
+    def stream_of(self, buffer: Buffer, stream: Stream) -> Stream:
+        """Return ``stream``, or the one that serves a copy on another device than its."""
+        for on in (stream, *self.streams):
+            if on.device == buffer.device:
+                return on
+        raise RestoreRefused(
+            f"a copy of the prefix lies on {buffer.device}, for which no stream is known; give a "
+            "stream of that device"
+        )
 
     def bytes(self) -> int:
         """Bytes of the copies."""
@@ -59,7 +73,7 @@ class CachePrefix(Closing):
         )
 
     def save(self, stream: Stream, path: str | PathLike[str]) -> Path:
-        """Write the prefix to disk; see :mod:`memra_lowlevel.cache.prefix_file`."""
+        """Write the prefix to one file; see :mod:`memra_lowlevel.cache.prefix_file`."""
         from . import prefix_file
 
         return prefix_file.save(self, stream, path)
@@ -134,7 +148,7 @@ def take(cache: Cache, stream: Stream) -> CachePrefix:
         for group in cache._groups():
             if group.len == 0 and group is cache.mtp:
                 continue
-            on = stream if stream.device == group.device else group.stream
+            on = stream_for(group, stream, prefix)
             dev = StreamKvDev(group.device, on)
             for il, latent in group.latent.items():
                 prefix.latent[il] = latent.snapshot_plane(dev)
@@ -151,6 +165,15 @@ def take(cache: Cache, stream: Stream) -> CachePrefix:
         prefix.close()
         raise
     return prefix
+
+
+def stream_for(group: PlaneGroup, stream: Stream, prefix: CachePrefix) -> Stream:
+    """Return the stream that copies for a group go to; the prefix remembers another than ours."""
+    if stream.device == group.device:
+        return stream
+    if group.stream not in prefix.streams:
+        prefix.streams.append(group.stream)
+    return group.stream
 
 
 def restore(cache: Cache, stream: Stream, prefix: CachePrefix) -> None:
@@ -209,6 +232,14 @@ def check(cache: Cache, prefix: CachePrefix) -> None:
 def _check_group(
     cache: Cache, group: PlaneGroup, length: int, prefix: CachePrefix, refuse: Any
 ) -> None:
+    copies = {**prefix.kv, **prefix.recur}
+    for il in (*group.latent, *group.kv, *group.recur):
+        part = copies[il][0] if il in copies else getattr(prefix.latent.get(il), "rows", None)
+        if part is not None and part.device != group.device:
+            refuse(
+                f"layer {il} of the prefix lies on {part.device}, of the cache on {group.device}; "
+                "save the prefix and load it for this cache"
+            )
     for il, latent in group.latent.items():
         snap = prefix.latent.get(il)
         if snap is None or snap.len != length:

@@ -1,5 +1,8 @@
 """Prefixes on disk: one safetensors file with a version, the geometry and a digest per tensor.
 
+A file holds all layers, on however many devices they lie, and does not say on which: a cache that
+spreads them otherwise loads it, too.
+
 ==================  ================================================================
 metadata            content
 ==================  ================================================================
@@ -29,7 +32,7 @@ import numpy as np
 from ..errors import RestoreRefused
 from .kvdev import StreamKvDev
 from .latent_snapshot import LatentPlaneSnapshot
-from .prefix import CachePrefix, geometry
+from .prefix import CachePrefix, geometry, stream_for
 
 if TYPE_CHECKING:
     from ..runtime import Buffer, Stream
@@ -58,7 +61,8 @@ def save(prefix: CachePrefix, stream: Stream, path: str | os.PathLike[str]) -> P
     ----------
     prefix : CachePrefix
     stream : Stream
-        Behind which the copies are there; of the device of every copy.
+        Behind which the copies on its device are there. Copies on other devices follow the
+        streams that they were made on, which must still be open.
     path : path-like
     """
     from safetensors.numpy import save_file
@@ -70,14 +74,14 @@ def save(prefix: CachePrefix, stream: Stream, path: str | os.PathLike[str]) -> P
         for part in _PARTS:
             buffer: Buffer | None = getattr(snap, part)
             if buffer is not None:
-                tensors[f"latent.{il}.{part}"] = buffer.to_numpy(stream)
+                tensors[f"latent.{il}.{part}"] = buffer.to_numpy(prefix.stream_of(buffer, stream))
     for kind, names, pairs in (
         ("kv", ("k", "v"), prefix.kv),
         ("recur", ("conv", "ssm"), prefix.recur),
     ):
         for il, pair in pairs.items():
             for name, buffer in zip(names, pair, strict=True):
-                tensors[f"{kind}.{il}.{name}"] = buffer.to_numpy(stream)
+                tensors[f"{kind}.{il}.{name}"] = buffer.to_numpy(prefix.stream_of(buffer, stream))
     state = json.dumps(
         {
             "pos": prefix.pos,
@@ -126,8 +130,7 @@ def load(path: str | os.PathLike[str], cache: Cache, stream: Stream) -> CachePre
     prefix = CachePrefix(int(state["pos"]), int(state["mtp_len"]), geometry(cache))
     try:
         for group in cache._groups():
-            on = stream if stream.device == group.device else group.stream
-            dev = StreamKvDev(group.device, on)
+            dev = StreamKvDev(group.device, stream_for(group, stream, prefix))
 
             def up(name: str, dev: StreamKvDev = dev) -> Buffer | None:
                 found = tensors.get(name)

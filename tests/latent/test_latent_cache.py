@@ -9,7 +9,7 @@ import pytest
 from latent_layers import HEADS, POOL, RANK, ROPE, WIDTH, D, Sequence
 from latent_rig import f32, same
 
-from memra_lowlevel import errors
+from memra_lowlevel import Device, errors
 from memra_lowlevel.cache import (
     Cache,
     CachePrefix,
@@ -261,6 +261,77 @@ def test_a_restored_prefix_goes_on_bit_for_bit(make, tmp_path):
             assert same(got.k.to_numpy(taker.stream)[:n], want.k.to_numpy(twin.stream)[:n])
     prefix.close()
     prefix.close()
+
+
+def content(path):
+    """All that a file says: the digests of its tensors are part of it."""
+    from safetensors import safe_open
+
+    with safe_open(path, "numpy") as file:
+        return file.metadata(), sorted(file.keys())
+
+
+def spread(device, stream, fence):
+    """A cache in stages over two devices (one, where there is no second), and how to end it."""
+    second = Device("host:1") if device.kind == "host" else device
+    far = second.stream(name="far")
+    devs = [StreamKvDev(device, stream), StreamKvDev(second, far)]
+    cache = Cache.new_ppn(devs, MODEL, 64, fence, index_ring=8, round_rows=8)
+    for latent in cache.latent:  # rows that no other layer holds
+        if latent is not None:
+            on = stream if latent.device == device else far
+            rows = latent.device.from_numpy(SEQ.rows[:22], on)
+            index, ape = (latent.device.from_numpy(x, on) for x in (SEQ.index[:22], SEQ.ape))
+            indexed = latent.index_width > 0
+            latent.append(on, rows, index=index if indexed else None, ape=ape if indexed else None)
+    kv = cache.kv[1]
+    on = stream if kv.device == device else far
+    rows = kv.device.from_numpy(KV[:22], on)
+    kv.append(on, rows, rows)
+    recur = cache.recur[3]
+    recur.conv.fill(stream if recur.device == device else far, 0x3C)
+    cache.advance(stream, 22)
+
+    def end():
+        cache.close()
+        far.close()
+        if second is not device:
+            second.close()
+
+    return cache, end
+
+
+def test_layers_of_several_devices_share_one_prefix_file(device, stream, make, tmp_path):
+    donor, end = spread(device, stream, [0, 2, 5])
+    path = donor.snapshot_prefix(stream).save(stream, tmp_path / "spread")
+    alone = make()
+    alone.append(22)
+    alone.cache.recur[3].conv.fill(stream, 0x3C)
+    one = alone.cache.snapshot_prefix(stream).save(stream, tmp_path / "one")
+    assert content(path) == content(one)
+    # Another cut, one device, and the same cut: all go on alike.
+    taker = make()
+    taker.cache.restore_prefix(stream, CachePrefix.load(path, taker.cache, stream))
+    alone.append(5)
+    taker.append(5)
+    assert alike(taker.outputs(), alone.outputs())
+    for fence in ([0, 4, 5], [0, 2, 5]):
+        other, stop = spread(device, stream, fence)
+        other.reset(stream)
+        prefix = CachePrefix.load(path, other, stream)
+        other.restore_prefix(stream, prefix)
+        assert other.len == 22
+        again = other.snapshot_prefix(stream)
+        assert content(again.save(stream, tmp_path / "again")) == content(path)
+        if device.kind == "host" and fence == [0, 4, 5]:
+            donor.reset(stream)
+            with pytest.raises(errors.RestoreRefused, match="save the prefix and load it"):
+                donor.restore_prefix(stream, again)
+            assert donor.len == 0
+        again.close()
+        prefix.close()
+        stop()
+    end()
 
 
 def test_a_prefix_is_validated_in_every_layer_before_the_first_byte_moves(make):
