@@ -9,7 +9,7 @@ import numpy as np
 from ..errors import CaptureForbidden, PlaneError, RewindRefused
 from ..formats import F32, Format
 from ..kernels import latent_index, latent_rows
-from . import latent_reads, latent_snapshot
+from . import latent_reads, latent_snapshot, latent_writes
 from .latent_geometry import check_geometry
 from .latent_tail import IndexTail
 from .one_length import OneLength
@@ -230,36 +230,10 @@ class LatentKvLayer(OneLength):
         CaptureForbidden
             The pool is not fixed yet.
         """
-        if len(rows.shape) != 2 or rows.shape[1] != self.width:
-            raise PlaneError(
-                f"{self.name}.append: rows must be f32 [n, {self.width}], got {list(rows.shape)}"
-            )
-        n = rows.shape[0]
-        self._check_index_rows(n, index, ape)
-        if stream.recording is None:
-            self.check_headroom(n)
-        if index is not None:
-            self._fix_pool(stream, pool)
-            assert ape is not None
-            self.tail.check_ape(ape.size, self.index_dim)
-            if stream.recording is None:
-                self.tail.check()
-        self.lengths.need(stream, n)
-        latent_rows.append(
-            stream, rows, self.plane, self.len_d, capacity=self.max_ctx, format=self.format,
-            weight=weight, eps=eps, angles=angles, kv_rank=kv_rank,
+        latent_writes.append(
+            self, stream, rows, weight=weight, eps=eps, angles=angles, kv_rank=kv_rank,
+            index=index, ape=ape, pool=pool,
         )  # fmt: skip
-        if index is None or ape is None:
-            return
-        assert self.index_rows is not None and self.index_pool_keys is not None
-        with self.tail.appending(stream, n) as pieces:
-            for first, take in pieces:
-                latent_index.append(
-                    stream,
-                    index.view(4 * first * self.index_width, (take, self.index_width), np.float32),
-                    ape, self.index_rows, self.index_pool_keys, self.len_d, pool=self.tail.pool,
-                    capacity=self.max_ctx, ring=self.tail.effective, first=first,
-                )  # fmt: skip
 
     # -- attention --------------------------------------------------------------------------------
     def select(
@@ -451,32 +425,3 @@ class LatentKvLayer(OneLength):
     def plane(self) -> Buffer:
         """The bytes of the rows."""
         return self.rows.view(0, (self.rows.n_bytes,), np.uint8)
-
-    def _fix_pool(self, stream: Stream, pool: int | None) -> None:
-        if self.tail.pool == 0 and pool is None:
-            raise PlaneError(
-                f"{self.name}.append: the rows per key are not known; give pool=, index_pool= or "
-                "call prepare_index"
-            )
-        if pool is not None and pool != self.tail.pool:
-            from .kvdev import StreamKvDev
-
-            self.prepare_index(StreamKvDev(self.device, stream), pool)
-
-    def _check_index_rows(self, n: int, index: Buffer | None, ape: Buffer | None) -> None:
-        if (index is not None) != (self.index_width > 0):
-            raise PlaneError(
-                f"{self.name}.append: "
-                + (
-                    "index rows are given, but the layer has no index plane (index_width 0)"
-                    if index is not None
-                    else "index rows are missing; both planes have one length"
-                )
-            )
-        if index is None:
-            return
-        if ape is None or index.shape != (n, self.index_width):
-            raise PlaneError(
-                f"{self.name}.append: index must be f32 [{n}, {self.index_width}] and ape given, "
-                f"got {list(index.shape)}"
-            )
