@@ -185,6 +185,7 @@ def environment(device: Device | None) -> dict[str, Any]:
         "arch": None if device is None else device.arch,
         "driver": None if device is None else device.driver.cuDriverGetVersion(),
         "nvrtc": nvrtc_version,
+        "store": _store(),
         "python": platform.python_version(),
         "machine": f"{platform.machine()} {os.cpu_count()} cores",
         "versions": {name: v for name in _DISTRIBUTIONS if (v := _version(name))},
@@ -312,6 +313,15 @@ def _clocks() -> Mapping[str, str]:
         return {}
     first = done.stdout.strip().split("\n")[0]
     return dict(zip(names.split(","), (v.strip() for v in first.split(",")), strict=False))
+
+
+def _store() -> str | None:
+    """Compiler of the store that kernels come from; None without a store."""
+    from ..compile import aot
+
+    path = os.environ.get(aot.VARIABLE)
+    store = aot.open_named(path) if path else None
+    return None if store is None else store.compiler
 
 
 def _version(distribution: str) -> str | None:

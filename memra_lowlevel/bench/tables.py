@@ -207,9 +207,10 @@ def _caption(kind: str, result: Result, shown: str) -> str:
     edited = " with edits" if about.get("dirty") else ""
     words = " ".join(str(word) for word in about.get("command", []))
     groups = {row.group for row in result.group(kind)} or {kind}
+    made = f", kernels by {about['store']}" if about.get("store") else ""
     older = f" {OLDER}" if any(result.stale(group) for group in groups) else ""
     return (
-        f"<sub>{about.get('device')}, commit {commit}{edited}, {str(about.get('time'))[:10]}, "
+        f"<sub>{about.get('device')}{made}, commit {commit}{edited}, {str(about.get('time'))[:10]}, "
         f"`{words}`, [{shown}](/{shown}).{older}</sub>"
     )
 

@@ -9,6 +9,7 @@ from synthetic import rows, write
 from memra_lowlevel import errors
 from memra_lowlevel.bench import result
 from memra_lowlevel.bench.result import Row, load, ratio
+from memra_lowlevel.compile import Job, aot, cuda_src_root
 
 
 def test_a_file_comes_back(tmp_path):
@@ -79,3 +80,14 @@ def test_the_environment_says_where_and_what():
     for name in result._REQUIRED:
         assert name in about
     assert set(about["families"]) == set(result.sources.FAMILIES)
+
+
+def test_the_store_that_kernels_came_from_is_named(tmp_path, monkeypatch):
+    store = aot.build(tmp_path / "s.zip", [Job(cuda_src_root() / "kv/counters.cu", "sm_90")])
+    assert result.environment(None)["store"] is None
+    monkeypatch.setenv(aot.VARIABLE, str(store.path))
+    try:
+        assert result.environment(None)["store"] == store.compiler != ""
+    finally:
+        aot.open_named(str(store.path)).close()
+        aot.open_named.cache_clear()
