@@ -210,8 +210,8 @@ def _caption(kind: str, result: Result, shown: str) -> str:
     made = f", kernels by {about['store']}" if about.get("store") else ""
     older = f" {OLDER}" if any(result.stale(group) for group in groups) else ""
     return (
-        f"<sub>{about.get('device')}{made}, commit {commit}{edited}, {str(about.get('time'))[:10]}, "
-        f"`{words}`, [{shown}](/{shown}).{older}</sub>"
+        f"<sub>{about.get('device')}{made}, commit {commit}{edited}, "
+        f"{str(about.get('time'))[:10]}, `{words}`, [{shown}](/{shown}).{older}</sub>"
     )
 
 
