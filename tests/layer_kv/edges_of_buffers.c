@@ -4,7 +4,7 @@
 
 #include <stdio.h>
 
-static void *kept[64];
+static void *kept[128];
 static int n_kept;
 
 static void *keep(size_t bytes)
@@ -102,7 +102,8 @@ int main(void)
         for (int64_t hd = 1; hd <= 140; hd += hd < 40 ? 1 : 7)
             for (int64_t rows = 1; rows <= 70; rows += 23)
                 for (int64_t n = 1; n <= 3; n++) {
-                    bad |= attention(hd, rows, n) | ring(hd, rows % 3, n);
+                    bad |= attention(hd, rows, n) | attention(hd, rows, n + 3);
+                    bad |= ring(hd, rows % 3, n);
                     bad |= far_field(hd, hd % 5 + 1, rows % 3, n) | phases(hd % 6 + 2, hd % 5 + 1);
                     while (n_kept) free(kept[--n_kept]);
                 }

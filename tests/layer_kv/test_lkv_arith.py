@@ -110,6 +110,27 @@ def test_fma_at_ties():
     assert got == np.float32(2.0**-24)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("path", COMPILED)
+def test_vectors_fuse_at_ties(path, sign):
+    """Lane by lane, the second step of a dot rounds once too: up, down, and to even."""
+    tail = 1 + 2.0**-23
+    steps = [(2.0**-24, 1.0, 1.0), (2.0**-24, tail, 1.0), (2.0**-24, -1.0, tail),
+             (2.0**-60, 2.0**-60, tail), (1 + 2.0**-12, 1 + 2.0**-12, -(1 + 2.0**-11)),
+             (-(2.0**-24), tail, tail), (2.0**-24, 1 - 2.0**-24, 1.0)]  # fmt: skip
+    at = compiled.ffi.from_buffer
+    for a, b, c in steps:
+        want = arith.fma(np.float32(sign * a), np.float32(b), np.float32(sign * c))
+        for lane in range(32):
+            q, k, out = np.zeros(64, np.float32), np.ones(64, np.float32), np.zeros(1, np.float32)
+            q[lane], q[lane + 32], k[lane + 32] = sign * c, sign * a, b
+            with compiled.use(path):
+                compiled.lib.lkv_dot_rows(
+                    at("float[]", q), at("float[]", k), 1, 64, at("float[]", out)
+                )
+            assert bits(out) == bits(want), (a, b, c, lane)
+
+
 @pytest.mark.parametrize(
     "a,b,n,want",
     [(501, 502, 8, "bfda7647"), (503, 504, 32, "c0219584"), (505, 506, 80, "402f04ac"),

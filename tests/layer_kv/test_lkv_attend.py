@@ -201,6 +201,29 @@ def naive(
     return acc, np.concatenate([np.zeros(offset, np.float32), p])
 
 
+@pytest.mark.parametrize("path", compiled.available())
+@pytest.mark.parametrize("mode", MODES)
+def test_groups_of_every_size(path, mode):
+    """Queries share registers and tiles by their number; light weights lie in some tiles only."""
+    hd, rows, largest = 72, 83, 9
+    c = LayerKvCache(1, hd, mode=mode)
+    for p in range(rows):
+        # keys of rows 40 to 55 face away: their weights fall below 1e-12
+        c.append(gen(2 * p, hd) - np.float32(9 * (40 <= p < 56)), gen(2 * p + 1, hd))
+    q = gen(77, largest * hd) + np.float32(1)
+    with compiled.use("numpy"):
+        want = [group(c, q[: n * hd]) for n in range(1, largest + 1)]
+    light = want[0][1][40:56]
+    assert (light < 1e-12).all() and (want[0][1][:40] > 1e-12).all()
+    with compiled.use(path):
+        for n, (out, imp) in enumerate(want, 1):
+            got, seen = group(c, q[: n * hd])
+            same_bits(got, out)
+            same_bits(seen, imp)
+            alone = [c.attend(q[i * hd : (i + 1) * hd], 0)[0] for i in range(n)]
+            same_bits(got, np.concatenate(alone))
+
+
 @settings(max_examples=int(150 * SCALE), deadline=None)
 @given(st.data())
 def test_laws(data):
