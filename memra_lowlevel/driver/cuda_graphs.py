@@ -11,6 +11,7 @@ from . import explain
 from .calls import driver_call
 from .cuda_base import CudaBase
 from .table import (
+    ConditionalNodeParams,
     GraphUpdateResult,
     KernelNodeParams,
     MemcpyNodeParams,
@@ -44,6 +45,7 @@ class _UpdateInfo(ctypes.Structure):
     )
 
 
+_BODIES_AT = 32  # CUgraphNodeParams.conditional.phGraph_out
 _PROGRAMMATIC_EDGE = 1  # CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
 
 
@@ -254,6 +256,27 @@ class CudaGraphs(CudaBase):
     def cuGraphAddChildGraphNode(self, graph: int, deps: Sequence[int], child: int) -> int:
         nodes = self._nodes(deps)
         return int(self._call("cuGraphAddChildGraphNode", graph, nodes, len(deps), child))
+
+    @driver_call
+    def cuGraphConditionalHandleCreate(self, graph: int, ctx: int, default: int, flags: int) -> int:
+        return int(self._call("cuGraphConditionalHandleCreate", graph, ctx, default, flags))
+
+    @driver_call
+    def cuGraphAddNode(
+        self, graph: int, deps: Sequence[int], params: ConditionalNodeParams
+    ) -> tuple[int, int]:
+        p = self._d.CUgraphNodeParams()
+        p.type = self._d.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+        p.conditional.handle = self._d.CUgraphConditionalHandle(params.handle)
+        p.conditional.type = self._d.CUgraphConditionalNodeType(int(params.type))
+        p.conditional.size = 1
+        p.conditional.ctx = self._d.CUcontext(params.ctx)
+        call = self._pick("cuGraphAddNode_v2", "cuGraphAddNode")
+        node = int(self._call(call, graph, self._nodes(deps), None, len(deps), p))
+        # The driver leaves the body's graph in an array of its own.
+        bodies = ctypes.c_void_p.from_address(p.getPtr() + _BODIES_AT).value
+        body = ctypes.c_void_p.from_address(bodies).value if bodies else 0
+        return node, int(body or 0)
 
     # -- executable graphs ---------------------------------------------------------------------
     @driver_call

@@ -72,6 +72,13 @@ class NodeType(enum.IntEnum):
     CONDITIONAL = 13
 
 
+class ConditionalType(enum.IntEnum):
+    """``CUgraphConditionalNodeType``."""
+
+    IF = 0
+    WHILE = 1
+
+
 class DeviceAttribute(enum.IntEnum):
     """The device attributes that the library reads (``CUdevice_attribute`` numbers)."""
 
@@ -166,6 +173,15 @@ class MemcpyNodeParams:
     src: int
     n_bytes: int
     kind: Literal["htod", "dtoh", "dtod", "unknown"]
+
+
+@dataclass(frozen=True)
+class ConditionalNodeParams:
+    """A node whose body runs if, or as long as, its condition is not 0."""
+
+    handle: int
+    type: ConditionalType
+    ctx: int
 
 
 @dataclass(frozen=True)
@@ -356,6 +372,16 @@ class Driver(Protocol):
     ) -> int: ...
     def cuGraphAddEmptyNode(self, graph: int, deps: Sequence[int]) -> int: ...
     def cuGraphAddChildGraphNode(self, graph: int, deps: Sequence[int], child: int) -> int: ...
+    def cuGraphConditionalHandleCreate(self, graph: int, ctx: int, default: int, flags: int) -> int:
+        """Make a condition of a graph; with flags 1 it is ``default`` at each launch."""
+        ...
+
+    def cuGraphAddNode(
+        self, graph: int, deps: Sequence[int], params: ConditionalNodeParams
+    ) -> tuple[int, int]:
+        """Add a conditional node, the only kind added this way; returns it and its body's graph."""
+        ...
+
     def cuGraphInstantiate(self, graph: int, flags: int) -> int: ...
     def cuGraphExecDestroy(self, exec_: int) -> None: ...
     def cuGraphUpload(self, exec_: int, stream: int) -> None: ...

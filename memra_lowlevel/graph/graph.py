@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .. import expect
 from ..closing import Closing
-from ..driver.table import KernelNodeParams, MemcpyNodeParams, MemsetNodeParams, NodeType
+from ..driver.table import (
+    ConditionalNodeParams,
+    ConditionalType,
+    KernelNodeParams,
+    MemcpyNodeParams,
+    MemsetNodeParams,
+    NodeType,
+)
 from ..driver.trace import caller
 from ..errors import ArgumentError, CaptureError, CaptureForbidden, ClosedError
 from ..runtime.config import ConfigLike
@@ -227,6 +234,7 @@ class Graph(Closing):
     def child(self, graph: Graph, *, after: Sequence[Node] = ()) -> Node:
         """Add a copy of another graph as one node; its operands are kept alive here too."""
         expect.kind(f"{self.name}: child", graph, Graph, "a Graph")
+        self._check_repeatable(graph)
         handle = self.context.driver.cuGraphAddChildGraphNode(
             self.handle, self._deps(after), graph.handle
         )
@@ -235,6 +243,41 @@ class Graph(Closing):
         self._join_effects(graph.effects)
         self.checks += graph.checks
         return self._added(handle, list(graph.keeps.operands.values()))
+
+    # -- bodies that the device decides about -----------------------------------------------------
+    def condition(self, default: int = 1) -> int:
+        """Make a condition that kernels of the graph set; it is ``default`` at each launch.
+
+        Returns
+        -------
+        int
+            A handle, for :meth:`loop` and :meth:`branch`, and for the kernel that calls
+            ``cudaGraphSetConditional`` (``cuda_src/common/conditional.cuh``), as its u64 argument.
+        """
+        self.context.ensure()
+        return self.context.driver.cuGraphConditionalHandleCreate(
+            self.handle, self.context.handle, expect.integer("condition: default", default), 1
+        )
+
+    def loop(self, condition: int, *, after: Sequence[Node] = ()) -> Graph:
+        """Add a body that runs as long as the condition is not 0; returns it, to be filled.
+
+        The body is a part of this graph: it is filled by hand, before the graph is instantiated,
+        and may have conditional nodes itself. What it does happens any number of times, so nothing
+        in it may move a counter by an amount that is booked; let a kernel move it, and read it
+        back after the launch.
+        """
+        return self._body(condition, ConditionalType.WHILE, after)
+
+    def branch(self, condition: int, *, after: Sequence[Node] = ()) -> Graph:
+        """Add a body that runs once if the condition is not 0; as :meth:`loop`."""
+        return self._body(condition, ConditionalType.IF, after)
+
+    def _body(self, condition: int, kind: ConditionalType, after: Sequence[Node]) -> Graph:
+        params = ConditionalNodeParams(condition, kind, self.context.handle)
+        node, handle = self.context.driver.cuGraphAddNode(self.handle, self._deps(after), params)
+        added = self._added(node, [])
+        return _Body(self, added, handle)
 
     # -- use --------------------------------------------------------------------------------------
     def instantiate(self) -> GraphExec:
@@ -316,6 +359,9 @@ class Graph(Closing):
         self._nodes = None
         return next(n for n in self.nodes() if n.handle == handle)
 
+    def _check_repeatable(self, graph: Graph) -> None:
+        """Refuse a child that must not run more often than the graph; a graph takes any."""
+
     def _join_effects(self, effects: dict[int, Effect]) -> None:
         from .effects import Effect
 
@@ -323,6 +369,55 @@ class Graph(Closing):
             mine = self.effects.setdefault(serial, Effect(effect.counter))
             mine.then(effect)
             self.keeps.add(effect.counter)
+
+
+class _Body(Graph):
+    """The body of a conditional node; the driver's graph, and all it keeps, belong to the parent.
+
+    Attributes
+    ----------
+    parent : Graph
+    place : Node
+        The conditional node of the parent, for those that come after it.
+    """
+
+    def __init__(self, parent: Graph, node: Node, handle: int) -> None:
+        self.context, self.name, self.where = parent.context, f"{parent.name}/{node}", caller(3)
+        self.parent, self.place = parent, node
+        self.keeps, self.effects, self.checks = parent.keeps, parent.effects, parent.checks
+        self._inner, self._state, self._nodes, self._recording = handle, "ready", None, None
+        self._owned = None
+
+    @property
+    def handle(self) -> int:
+        """Driver handle."""
+        _ = self.parent.handle  # raises once the parent is closed
+        return self._inner
+
+    @property
+    def closed(self) -> bool:
+        """Whether the graph that it belongs to is."""
+        return self.parent.closed
+
+    def instantiate(self) -> GraphExec:
+        """Refuse: only the whole graph can be launched."""
+        raise ArgumentError(
+            f"{self.name} is the body of a conditional node; instantiate {self.parent.name!r}.",
+            name=self.name, expected="the graph it belongs to", got="a body",
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Nothing: it goes with the graph that it belongs to."""
+
+    def _check_repeatable(self, graph: Graph) -> None:
+        for effect in graph.effects.values():
+            if effect.has_set or effect.add_lower or effect.add_upper or not effect.bounded:
+                raise ArgumentError(
+                    f"{self.name}: graph {graph.name!r} moves counter {effect.counter.name!r}, and "
+                    "a conditional body runs any number of times. Let a kernel move it unbooked, "
+                    "and read it back after the launch.",
+                    name=graph.name, expected="no booked move of a counter", got=str(effect),
+                )  # fmt: skip
 
 
 def list_nodes(context: Context, handle: int, kernels: dict[int, Any]) -> list[Node]:

@@ -26,6 +26,8 @@ from memra_lowlevel.driver.table import (  # noqa: E402
     CaptureInfo,
     CaptureMode,
     CaptureStatus,
+    ConditionalNodeParams,
+    ConditionalType,
     DeviceAttribute,
     FuncAttribute,
     KernelNodeParams,
@@ -83,6 +85,8 @@ def _arguments(name: str) -> list[Any]:
             out.append(MemcpyNodeParams(0x10, 0x20, 4, "htod"))
         elif hint is MemsetNodeParams:
             out.append(MemsetNodeParams(0x10, 1, 4, 1))
+        elif hint is ConditionalNodeParams:
+            out.append(ConditionalNodeParams(0x30, ConditionalType.WHILE, 0x40))
         elif hint is DeviceAttribute:
             out.append(DeviceAttribute.WARP_SIZE)
         elif hint is FuncAttribute:
@@ -153,7 +157,7 @@ N_ARGUMENTS = {
     "cuGraphAddChildGraphNode": 4, "cuGraphInstantiate": 2, "cuGraphExecDestroy": 1,
     "cuGraphUpload": 2, "cuGraphLaunch": 2, "cuGraphExecKernelNodeSetParams": 3,
     "cuGraphExecMemcpyNodeSetParams": 4, "cuGraphExecMemsetNodeSetParams": 4,
-    "cuGraphDebugDotPrint": 3, "cuGetProcAddress": 3,
+    "cuGraphConditionalHandleCreate": 4, "cuGraphDebugDotPrint": 3, "cuGetProcAddress": 3,
 }  # fmt: skip
 N_VALUES = {
     "cuCtxGetStreamPriorityRange": 2, "cuMemGetInfo": 2, "cuFuncGetParamInfo": 2,
@@ -176,6 +180,8 @@ def test_the_installed_bindings_have_one_of_each_pair() -> None:
     call = "cuGraphNodeGetDependencies"
     before = [n for n in (call + "_v2", call) if hasattr(real, n)]
     assert len(returned(before[0])) == 3 and len(parameters(before[0])) == 2
+    add = [n for n in ("cuGraphAddNode_v2", "cuGraphAddNode") if hasattr(real, n)]
+    assert len(parameters(add[0])) == 5  # with edge data
 
 
 def test_the_sources_use_no_other_call_of_the_bindings() -> None:
@@ -185,6 +191,7 @@ def test_the_sources_use_no_other_call_of_the_bindings() -> None:
         used |= set(re.findall(r'_(?:call|answer|ready|pick)\(\s*"(cu\w+)"', text))
     paired = {  # checked in pairs
         "cuStreamGetCaptureInfo_v3", "cuGraphGetEdges_v2", "cuGraphNodeGetDependencies_v2",
+        "cuGraphAddNode_v2",
     }  # fmt: skip
     assert used - paired <= set(N_ARGUMENTS)
     assert len(used) > 60

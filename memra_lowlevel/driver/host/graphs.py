@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 from ..calls import driver_call
 from ..table import (
+    ConditionalNodeParams,
+    ConditionalType,
     GraphUpdateResult,
     KernelNodeParams,
     MemcpyNodeParams,
@@ -48,6 +51,55 @@ class ChildWork:
         raise AssertionError
 
 
+class ConditionalWork:
+    """A node whose body runs if, or as long as, its condition is not 0.
+
+    The body runs here, one node behind the other: what its order leaves open stays hidden.
+    """
+
+    node_type = NodeType.CONDITIONAL
+    label = "conditional"
+
+    def __init__(self, condition: Condition, type: ConditionalType, graph: HostGraph):
+        self.condition, self.type, self.graph = condition, type, graph
+
+    def run(self) -> None:
+        """Run the body."""
+        while self.condition.value:
+            _run_in_order(self.graph)
+            if self.type is ConditionalType.IF:
+                break
+
+
+class DefaultWork:
+    """Gives the conditions of a graph their values at a launch."""
+
+    label = "conditions"
+
+    def __init__(self, conditions: Sequence[Condition]):
+        self.conditions = conditions
+
+    def run(self) -> None:
+        """Assign the defaults."""
+        for condition in self.conditions:
+            if condition.default is not None:
+                condition.value = condition.default
+
+
+class Condition(ctypes.c_uint32):
+    """What a handle stands for; the handle is its address, where kernels write."""
+
+    default: int | None = None
+
+
+def _run_in_order(graph: HostGraph) -> None:
+    for node in graph.nodes:
+        if isinstance(node.work, ChildWork):
+            _run_in_order(node.work.graph)
+        else:
+            node.work.run()
+
+
 def node_type(node: HostNode) -> NodeType:
     """Type of a node."""
     kind: NodeType = node.work.node_type  # type: ignore[attr-defined]
@@ -76,6 +128,7 @@ class HostExec:
     leaves: tuple[int, ...]
     last: Op | None = None
     keep: list[Any] = field(default_factory=list)
+    conditions: tuple[Condition, ...] = ()
 
 
 class HostGraphs(HostModules):
@@ -84,6 +137,7 @@ class HostGraphs(HostModules):
     def __init__(self) -> None:
         super().__init__()
         self._execs: dict[int, HostExec] = {}
+        self._conditions: dict[int, Condition] = {}
 
     def _graph(self, handle: int, call: str) -> HostGraph:
         return self._find(self._graphs, handle, call, "graph")
@@ -112,10 +166,13 @@ class HostGraphs(HostModules):
     def _forget(self, graph: HostGraph) -> None:
         for node in graph.nodes:
             self._drop_node(node)
-            if isinstance(node.work, ChildWork):
+            if isinstance(node.work, ChildWork | ConditionalWork):
                 self._forget(node.work.graph)
         self._graphs.pop(graph.handle, None)
         self._names.pop(graph.handle, None)
+        for condition in graph.conditions:
+            if isinstance(condition, Condition):
+                self._conditions.pop(ctypes.addressof(condition), None)
 
     def _clone(self, graph: HostGraph, parent: HostGraph | None) -> HostGraph:
         copy = self._new_graph()
@@ -125,6 +182,9 @@ class HostGraphs(HostModules):
             work = node.work
             if isinstance(work, ChildWork):
                 work = ChildWork(self._clone(work.graph, copy))
+            elif isinstance(work, ConditionalWork):
+                inner = self._clone(work.graph, copy)
+                work = ConditionalWork(work.condition, work.type, inner)
             twins[node.handle] = self._new_node(copy, work, [twins[d.handle] for d in node.deps])
             if node.handle in self._names:
                 self._names[twins[node.handle].handle] = self._names[node.handle]
@@ -216,7 +276,44 @@ class HostGraphs(HostModules):
     def cuGraphAddChildGraphNode(self, graph: int, deps: Sequence[int], child: int) -> int:
         call = "cuGraphAddChildGraphNode"
         parent, inner = self._graph(graph, call), self._graph(child, call)
+        if any(isinstance(n.work, ConditionalWork) for n in inner.nodes):
+            raise self._error(
+                "CUDA_ERROR_NOT_SUPPORTED", call, "a child graph cannot have conditional nodes"
+            )
         return self._add(call, graph, deps, ChildWork(self._clone(inner, parent)))
+
+    @driver_call
+    def cuGraphConditionalHandleCreate(self, graph: int, ctx: int, default: int, flags: int) -> int:
+        call = "cuGraphConditionalHandleCreate"
+        g = self._graph(graph, call)
+        self._find(self._by_context, ctx, call, "context")
+        if flags & ~1:
+            raise self._error("CUDA_ERROR_INVALID_VALUE", call, f"flags {flags:#x}")
+        condition = Condition(default)
+        condition.default = default if flags else None
+        handle = ctypes.addressof(condition)
+        self._conditions[handle] = condition
+        g.conditions.append(condition)
+        return handle
+
+    @driver_call
+    def cuGraphAddNode(
+        self, graph: int, deps: Sequence[int], params: ConditionalNodeParams
+    ) -> tuple[int, int]:
+        call = "cuGraphAddNode"
+        condition = self._find(self._conditions, params.handle, call, "condition")
+        self._find(self._by_context, params.ctx, call, "context")
+        root = parent = self._graph(graph, call)
+        while root.parent is not None:
+            root = root.parent
+        if all(condition is not c for c in root.conditions):
+            raise self._error(
+                "CUDA_ERROR_INVALID_VALUE", call, "the condition belongs to another graph"
+            )
+        body = self._new_graph()
+        body.parent = parent
+        node = self._add(call, graph, deps, ConditionalWork(condition, params.type, body))
+        return node, body.handle
 
     # -- executable graphs ---------------------------------------------------------------------
     def _unfold(
@@ -251,6 +348,7 @@ class HostGraphs(HostModules):
         leaves = self._unfold(g, steps, where, ())
         snapshot = self._clone(g, None)
         exec_ = HostExec(self._new_handle(), snapshot, steps, where, leaves)
+        exec_.conditions = tuple(c for c in g.conditions if isinstance(c, Condition))
         self._execs[exec_.handle] = exec_
         return exec_.handle
 
@@ -284,7 +382,11 @@ class HostGraphs(HostModules):
     def _replay(self, exec_: HostExec, st: HostStream) -> None:
         """Submit all steps behind the stream's work and behind the graph's own last launch."""
         schedule, device, stream = self._schedule, st.ctx.device, st.handle
-        first = (st.tail, exec_.last)
+        first: tuple[Op | None, ...] = (st.tail, exec_.last)
+        if exec_.conditions:
+            defaults = Op(DefaultWork(exec_.conditions), device, stream)
+            schedule.add(defaults, first)
+            first = (defaults,)
         ops: list[Op] = []
         for step in exec_.steps:
             op = Op(step.work, device, stream)

@@ -54,6 +54,7 @@ class HostGraph:
     nodes: list[HostNode] = field(default_factory=list)
     parent: HostGraph | None = None
     capturing: bool = False
+    conditions: list[object] = field(default_factory=list)
 
 
 @dataclass(eq=False)
