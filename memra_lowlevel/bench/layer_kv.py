@@ -13,6 +13,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from .result import Row
@@ -62,63 +64,57 @@ def _main(peers: bool, n_rows: int = 32768, head_dim: int = 128) -> None:
 
     layers = {"f32": filled(KvMode.F32), "q8": filled(KvMode.Q8())}
     k, v = layers["f32"].head_keys(0), layers["f32"].head_values(0)
-    rows: list[dict[str, Any]] = []
     notes: list[str] = []
+    calls: dict[str, Callable[[], object]] = {}
+    rows: list[dict[str, Any]] = []
+    floors: dict[str, str] = {}
     lib = compiled.lib
-    floors: dict[str, float | None] = {}
-    for name, layer in layers.items():
-        probe = np.ones(layer.memory_bytes() // 4, np.float32)
-        floors[name] = None
-        if lib is not None:
-            at = compiled.ffi.from_buffer("float[]", probe)
-            samples = _timed(lib.lkv_read, at, probe.size)
-            floors[name] = sorted(samples)[len(samples) // 2]
-            what = f"read {probe.nbytes} bytes"
-            rows.append({"what": what, "unit": "ms", "samples": samples})
     if lib is None:
         notes.append("layer_kv: the compiled module is missing, so there is no floor")
+    for name, layer in layers.items() if lib is not None else ():
+        probe = np.ones(layer.memory_bytes() // 4, np.float32)
+        what = floors[name] = f"read {probe.nbytes} bytes"
+        at = compiled.ffi.from_buffer("float[]", probe)
+        calls[what] = partial(lib.lkv_read, at, probe.size)
+        rows.append({"what": what})
     torch = _torch() if peers else None
     if torch is None:
         notes.append("torch: not installed")
     for heads in (1, 4, 8):
         q = rng.standard_normal((heads, head_dim)).astype(np.float32)
-        out = np.empty(heads * head_dim, np.float32)
         work = f"attend {n_rows} rows of {head_dim}, {heads} queries"
-        rows.append(
-            {
-                "what": f"{work}, NumPy", "unit": "ms", "work": work, "peer": "NumPy",
-                "samples": _timed(_numpy_attend, np, q, k, v),
-            }
-        )  # fmt: skip
+
+        def add(name: str, call: Callable[[], object], work: str = work, **more: Any) -> None:
+            calls[f"{work}, {name}"] = call
+            rows.append({"what": f"{work}, {name}", "work": work, **more})
+
+        add("NumPy", partial(_numpy_attend, np, q, k, v), peer="NumPy")
         if torch is not None:
-            keys, values = (torch.from_numpy(a.copy())[None] for a in (k, v))
-            query = torch.from_numpy(q)[None]
+            keys, values, query = (torch.from_numpy(x.copy())[None] for x in (k, v, q))
             attend = torch.nn.functional.scaled_dot_product_attention
-            rows.append(
-                {
-                    "what": f"{work}, torch", "unit": "ms", "work": work, "peer": "torch",
-                    "samples": _timed(attend, query, keys, values),
-                }
-            )  # fmt: skip
+            add("torch", partial(attend, query, keys, values), peer="torch")
         for name, layer in layers.items():
-            floor = floors[name]
-            rows.append(
-                {
-                    "what": f"{work}, {name}", "unit": "ms", "work": work, "floor": floor,
-                    "samples": _timed(layer.attend_group, q.reshape(-1), 0, out),
-                    "goal": floor / _GOAL_SHARE if floor and (heads, name) == (1, "f32") else None,
-                }
-            )  # fmt: skip
+            out = np.empty(heads * head_dim, np.float32)
+            add(name, partial(layer.attend_group, q.reshape(-1), 0, out), floor=floors.get(name))
+    samples = _in_turn(calls)
+    for row in rows:
+        row.update(unit="ms", samples=samples[row["what"]])
+        if row.get("floor"):
+            row["floor"] = median(samples[row["floor"]])
+            if row["what"].endswith(" 1 queries, f32"):
+                row["goal"] = row["floor"] / _GOAL_SHARE
     print(json.dumps({"path": compiled.backend(), "rows": rows, "notes": notes}))
 
 
-def _timed(call: Callable[..., object], *args: object, n_samples: int = 25) -> list[float]:
-    call(*args)
-    samples = []
-    for _ in range(n_samples):
-        start = time.perf_counter()
-        call(*args)
-        samples.append((time.perf_counter() - start) * 1e3)
+def _in_turn(calls: dict[str, Callable[[], object]], n_rounds: int = 25) -> dict[str, list[float]]:
+    """Time every call once a round, in ms: what else the machine does meets all of them alike."""
+    samples: dict[str, list[float]] = {what: [] for what in calls}
+    for i in range(n_rounds + 1):
+        for what, call in calls.items():
+            start = time.perf_counter()
+            call()
+            if i:  # the first round warms up
+                samples[what].append((time.perf_counter() - start) * 1e3)
     return samples
 
 

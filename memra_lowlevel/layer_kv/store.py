@@ -13,6 +13,7 @@ A head has one row count for all its stores, so no cut can make them disagree.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ WARM_ROWS = 64
 Frozen = dict[str, tuple[npt.NDArray[np.int8], F32, F32, npt.NDArray[np.uint8]]]
 
 _FIRST_ROWS = 64
+_LINE = 64
 
 
 class Stores:
@@ -239,10 +241,18 @@ class Stores:
     def _allocate(self, cap: int) -> None:
         shape = (self.nkv, cap)
         self.cap = cap
-        self.k: F32 = np.empty((*shape, 0 if self.k_q8 else self.hd), np.float32)
-        self.v: F32 = np.empty((*shape, 0 if self.v_q8 else self.hd), np.float32)
-        self.kq: npt.NDArray[np.int8] = np.empty((*shape, self.hd if self.k_q8 else 0), np.int8)
-        self.vq: npt.NDArray[np.int8] = np.empty((*shape, self.hd if self.v_q8 else 0), np.int8)
-        self.ks: F32 = np.empty((*shape, self.groups if self.k_q8 else 0), np.float32)
-        self.vs: F32 = np.empty(shape if self.v_q8 else (self.nkv, 0), np.float32)
+        self.k: F32 = _lines((*shape, 0 if self.k_q8 else self.hd), np.float32)
+        self.v: F32 = _lines((*shape, 0 if self.v_q8 else self.hd), np.float32)
+        self.kq: npt.NDArray[np.int8] = _lines((*shape, self.hd if self.k_q8 else 0), np.int8)
+        self.vq: npt.NDArray[np.int8] = _lines((*shape, self.hd if self.v_q8 else 0), np.int8)
+        self.ks: F32 = _lines((*shape, self.groups if self.k_q8 else 0), np.float32)
+        self.vs: F32 = _lines(shape if self.v_q8 else (self.nkv, 0), np.float32)
         self.struct = loops.store_struct(self) if compiled.lib is not None else None
+
+
+def _lines(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return an uninitialised array that begins on a cache line, as wide loads like it."""
+    n_bytes = prod(shape) * np.dtype(dtype).itemsize
+    raw = np.empty(n_bytes + _LINE, np.uint8)
+    start = -raw.ctypes.data % _LINE
+    return raw[start : start + n_bytes].view(dtype).reshape(shape)
