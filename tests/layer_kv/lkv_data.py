@@ -35,6 +35,10 @@ def mk(salt: int, n: int, d: int) -> np.ndarray:
     return gen(salt, n * d).reshape(n, d)
 
 
+def ones(n: int, value: float = 1.0) -> np.ndarray:
+    return np.full(n, value, np.float32)
+
+
 def bits(x: Any) -> list[str]:
     return [f"{v:08x}" for v in np.asarray(x, np.float32).reshape(-1).view(np.uint32)]
 
