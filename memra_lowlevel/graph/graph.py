@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .effects import Effect
     from .executable import GraphExec
 
-__all__ = ["Graph", "Node"]
+__all__ = ["Body", "Graph", "Node"]
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ class Graph(Closing):
             self.handle, self.context.handle, expect.integer("condition: default", default), 1
         )
 
-    def loop(self, condition: int, *, after: Sequence[Node] = ()) -> Graph:
+    def loop(self, condition: int, *, after: Sequence[Node] = ()) -> Body:
         """Add a body that runs as long as the condition is not 0; returns it, to be filled.
 
         The body is a part of this graph: it is filled by hand, before the graph is instantiated,
@@ -269,15 +269,15 @@ class Graph(Closing):
         """
         return self._body(condition, ConditionalType.WHILE, after)
 
-    def branch(self, condition: int, *, after: Sequence[Node] = ()) -> Graph:
+    def branch(self, condition: int, *, after: Sequence[Node] = ()) -> Body:
         """Add a body that runs once if the condition is not 0; as :meth:`loop`."""
         return self._body(condition, ConditionalType.IF, after)
 
-    def _body(self, condition: int, kind: ConditionalType, after: Sequence[Node]) -> Graph:
+    def _body(self, condition: int, kind: ConditionalType, after: Sequence[Node]) -> Body:
         params = ConditionalNodeParams(condition, kind, self.context.handle)
         node, handle = self.context.driver.cuGraphAddNode(self.handle, self._deps(after), params)
         added = self._added(node, [])
-        return _Body(self, added, handle)
+        return Body(self, added, handle)
 
     # -- use --------------------------------------------------------------------------------------
     def instantiate(self) -> GraphExec:
@@ -371,7 +371,7 @@ class Graph(Closing):
             self.keeps.add(effect.counter)
 
 
-class _Body(Graph):
+class Body(Graph):
     """The body of a conditional node; the driver's graph, and all it keeps, belong to the parent.
 
     Attributes

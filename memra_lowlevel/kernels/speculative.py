@@ -12,10 +12,13 @@ from .registry import KernelSpec, Tolerance
 if TYPE_CHECKING:
     from ..runtime import Buffer, Device, Stream
 
-__all__ = ["CHAIN_WORDS", "chain_advance", "prepare"]
+__all__ = ["CHAIN_WORDS", "STATE_WORDS", "chain_advance", "prepare", "round_advance"]
 
 CHAIN_WORDS = 5
 """Words of a chain's block before its feed: token, position, step, n_feed, bad."""
+
+STATE_WORDS = 7
+"""Words of a loop's state: tokens, wanted, rounds, position, both ends, reason."""
 
 registry.register(
     KernelSpec(
@@ -31,13 +34,27 @@ registry.register(
         ),
         hot=True,
         same_bits=True,
-    )
+    ),
+    KernelSpec(
+        name="round_advance",
+        source="speculative/loop.cu",
+        entry="round_advance",
+        oracle="memra_lowlevel.reference.speculative:round_advance",
+        tolerance=Tolerance("bitwise", 0.0, "integer arithmetic"),
+        edges=(
+            "no draft right", "all drafts right", "end token accepted", "end token of the target",
+            "enough tokens", "no room in the target", "no room in the draft", "sentinel token",
+            "bad draft", "more planes than threads",
+        ),
+        hot=True,
+    ),
 )  # fmt: skip
 
 
 def prepare(device: Device) -> None:
-    """Load the kernel, so that later calls may be captured."""
+    """Load the kernels, so that later calls may be captured."""
     registry.kernel(device, "chain_advance")
+    registry.kernel(device, "round_advance")
 
 
 def chain_advance(
@@ -95,3 +112,58 @@ def chain_advance(
         n_vocab,
         k_max,
     )
+
+
+def round_advance(
+    stream: Stream,
+    block: Buffer,
+    drafts: Buffer,
+    argmax: Buffer,
+    state: Buffer,
+    target: Buffer,
+    draft: Buffer,
+    end_tokens: Buffer,
+    tokens: Buffer,
+    accepted: Buffer,
+    *,
+    k: int,
+    n_vocab: int,
+    goes_on: int,
+    lags: int,
+) -> None:
+    """Accept the drafts of a round, commit its tokens, and set up the next round, or none.
+
+    Parameters
+    ----------
+    stream : Stream
+    block, drafts : Buffer
+        As in :func:`chain_advance`.
+    argmax : Buffer
+        i32 ``[>= k + 1]``: the target's tokens.
+    state : Buffer
+        i32 ``[STATE_WORDS]``
+    target, draft : Buffer
+        i32: counters of the planes; the target's were not moved by the round, the draft's by k.
+    end_tokens : Buffer
+        i32 ``[n_end]``; one of -1 for none.
+    tokens, accepted : Buffer
+        i32 ``[wanted + k]`` and ``[wanted]``
+    k, n_vocab : int
+    goes_on, lags : int
+        Conditions, of :meth:`Graph.condition`.
+    """
+    for name, buffer, words in (
+        ("block", block, CHAIN_WORDS + 2), ("drafts", drafts, k + 1), ("argmax", argmax, k + 1),
+        ("state", state, STATE_WORDS), ("tokens", tokens, k + 1), ("accepted", accepted, 1),
+    ):  # fmt: skip
+        if buffer.n_bytes < 4 * words:
+            raise ArgumentError(
+                f"round_advance: {name} holds {buffer.n_bytes} bytes, k = {k} needs {4 * words}",
+                kernel="round_advance", name=name, expected=f">= {4 * words} bytes",
+                got=f"{buffer.n_bytes} bytes",
+            )  # fmt: skip
+    launch(
+        stream, LaunchConfig(1, 32), registry.kernel(stream.device, "round_advance"),
+        block, drafts, argmax, state, target, target.n_bytes // 4, draft, draft.n_bytes // 4,
+        end_tokens, end_tokens.n_bytes // 4, tokens, accepted, k, n_vocab, goes_on, lags,
+    )  # fmt: skip

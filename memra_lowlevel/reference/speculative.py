@@ -1,4 +1,4 @@
-"""Oracle of the small kernel that closes a drafted token."""
+"""Oracles of the small kernels that close a drafted token and a round."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["chain_advance"]
+__all__ = ["chain_advance", "round_advance"]
 
 
 def chain_advance(
@@ -34,3 +34,39 @@ def chain_advance(
     words[:5] = token, position + 1, step, n_feed, bad
     moved = [int(c) + 1 for c in counters]
     return np.array(words, np.int32), np.array(out, np.int32), np.array(moved, np.int32)
+
+
+def round_advance(
+    io: Any, drafts: Any, argmax: Any, state: Any, ends: Any, k: int, n_vocab: int
+) -> dict[str, Any]:
+    """Return what a round of k drafts commits and leaves; arguments as of the kernel."""
+    io, drafts = [int(x) for x in io], [int(x) for x in drafts]
+    argmax, state = [int(x) for x in argmax], [int(x) for x in state]
+    n_tokens, wanted, rounds, position, target_end, draft_end, _ = state
+    right = next((i for i in range(k) if drafts[1 + i] != argmax[i]), k)
+    new = [*drafts[1 : 1 + right], argmax[right]]
+    if io[4] >= 0 or not 0 <= new[-1] < n_vocab:
+        state[6] = 4
+        return {
+            "io": io, "drafts": drafts, "state": state, "tokens": [], "accepted": [],
+            "target": 0, "draft": -k, "goes_on": 0, "lags": None,
+        }  # fmt: skip
+    position += right + 1
+    reason = 0
+    if position + k + 1 > target_end or position + k > draft_end:
+        reason = 3
+    if n_tokens + len(new) >= wanted:
+        reason = 1
+    if set(new) & {int(e) for e in ends}:
+        reason = 2
+    feed = [drafts[k], new[-1]] if right == k else [new[-1]]
+    first = position - 1 if right == k else position
+    io[:6] = feed[0], first, 0, len(feed), io[4], feed[0]
+    io[6] = new[-1]
+    drafts[0] = new[-1]
+    return {
+        "io": io, "drafts": drafts,
+        "state": [n_tokens + len(new), wanted, rounds + 1, position, target_end, draft_end, reason],
+        "tokens": new, "accepted": [right], "target": right + 1,
+        "draft": min(k, right + 1) - k, "goes_on": int(reason == 0), "lags": int(right == k),
+    }  # fmt: skip

@@ -4,6 +4,7 @@ from .accept import Rewind, accept_greedy, rewind_amounts
 from .chain import DraftChain
 from .drafters import LayerRange, NgramDrafter, early_exit_chain
 from .io import ChainIo
+from .loop import DeviceLoop, LoopResult
 from .ngram import NgramIndex
 from .round import Drafter, RoundResult, SpecRound, Target
 from .stats import HOST_WRITE_CALLS, NODE_UPDATE_CALLS, CallMeter, SpecStats
@@ -13,9 +14,11 @@ __all__ = [
     "NODE_UPDATE_CALLS",
     "CallMeter",
     "ChainIo",
+    "DeviceLoop",
     "DraftChain",
     "Drafter",
     "LayerRange",
+    "LoopResult",
     "NgramDrafter",
     "NgramIndex",
     "Rewind",

@@ -40,6 +40,8 @@ class DraftChain(Closing):
     exec : GraphExec
         The captured step.
     k_max : int
+    step : callable
+        ``step(stream)`` launches the work of one step, without booking that the counters move.
     sections : callable or None
         ``sections(name, units)`` gives a context manager around ``replay``, as a ``CallMeter``.
     """
@@ -51,6 +53,7 @@ class DraftChain(Closing):
         exec_: GraphExec,
         k_max: int,
         *,
+        step: Body,
         fill: Fill | None,
         p_min: float | None,
         name: str,
@@ -58,7 +61,7 @@ class DraftChain(Closing):
         self.io, self.planes, self.exec, self.k_max = io, planes, exec_, k_max
         self.name, self.p_min = name, p_min
         self.sections: Any = None
-        self._fill = fill
+        self.step, self._fill = step, fill
 
     @classmethod
     def capture(
@@ -128,22 +131,23 @@ class DraftChain(Closing):
         planes.prepare(stream, 1)
         kernels.prepare(io.device)
 
-        def step() -> None:
+        def step(stream: Stream) -> None:
             body(stream)
             kernels.chain_advance(
                 stream, io.block, io.draft_d, planes.counters, n_vocab=n_vocab, k_max=k_max,
                 token_map=token_map,
             )  # fmt: skip
-            planes.moved(stream, 1)
 
         try:
             for _ in range(warmups):
                 io.begin(stream, [0], length)
-                step()
+                step(stream)
+                planes.moved(stream, 1)
                 planes.set_len(stream, length)
                 stream.sync()
             with stream.capture(name) as graph:
-                step()
+                step(stream)
+                planes.moved(stream, 1)
             exec_ = graph.instantiate()
             memory_nodes = exec_.describe().memory_nodes
             if memory_nodes:
@@ -156,7 +160,7 @@ class DraftChain(Closing):
         finally:
             if stream.recording is None:
                 planes.set_len(stream, length)
-        return cls(io, planes, exec_, k_max, fill=fill, p_min=p_min, name=name)
+        return cls(io, planes, exec_, k_max, step=step, fill=fill, p_min=p_min, name=name)
 
     # -- the low level: replay and rewind --------------------------------------------------------
     def replay(self, stream: Stream, k: int) -> int:

@@ -1,5 +1,7 @@
 """Check mode over the kernels of linear attention and of the draft chain."""
 
+import ctypes
+
 import numpy as np
 import pytest
 
@@ -39,6 +41,31 @@ def test_clean(rule, order):
 def test_no_undefined_behaviour():
     for rule in ("GATED", "KDA"):
         assert np.isfinite(run("recur/delta.cu", rule, sanitize="undefined")).all()
+
+
+def run_round(source, order="random"):
+    """A round of three drafts, two of them right; more planes than threads."""
+    kernel = runner.quick(source, "round_advance", check=True)
+    io, drafts = np.array([5, 9, 4, 1, -1, 3, 0, 0], I32), np.array([4, 7, 8, 9], I32)
+    state, argmax = np.array([2, 9, 1, 20, 60, 60, 0], I32), np.array([7, 8, 1, 2], I32)
+    target, draft = np.full(70, 20, I32), np.full(40, 23, I32)
+    tokens, accepted = np.zeros(12, I32), np.zeros(9, I32)
+    goes_on, lags = ctypes.c_uint32(7), ctypes.c_uint32(7)  # as the host device has them
+    kernel(
+        1, 32, 0, io, drafts, argmax, state, target, I32(70), draft, I32(40), np.array([99], I32),
+        I32(1), tokens, accepted, I32(3), I32(50), np.uint64(ctypes.addressof(goes_on)),
+        np.uint64(ctypes.addressof(lags)), order=order,
+    )  # fmt: skip
+    assert (goes_on.value, lags.value) == (1, 0)
+    assert tokens.tolist()[:6] == [0, 0, 7, 8, 1, 0] and accepted[1] == 2
+    assert state.tolist() == [5, 9, 2, 23, 60, 60, 0]
+    assert (target == 23).all() and (draft == 23).all()
+    assert io.tolist() == [1, 23, 0, 1, -1, 1, 1, 0] and drafts[0] == 1
+
+
+def test_round_kernel_is_clean():
+    for order in ("forward", "reverse", "random"):
+        run_round("speculative/loop.cu", order)
 
 
 def test_chain_kernel_is_clean():

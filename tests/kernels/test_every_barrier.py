@@ -97,6 +97,11 @@ def delta(text):
         family("cache/test_recur_checked.py").run(text, n_rows=10, order=order)  # two batches
 
 
+def loop(text):
+    for order in ORDERS:
+        family("cache/test_recur_checked.py").run_round(text, order)
+
+
 def layer_cache(name):
     def drive(text):
         for order in ORDERS:
@@ -124,6 +129,7 @@ DRIVES = {
     "kv/attend.cu": attend,
     "kv/attend_mma.cu": attend_mma,
     "recur/delta.cu": delta,
+    "speculative/loop.cu": loop,
     **{f"layer_kv/{name}.cu": layer_cache(name) for name in ("exact", "states")},
     **{
         f"latent/{name}": latent(name)
