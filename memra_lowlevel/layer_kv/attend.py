@@ -169,7 +169,8 @@ class AttendMethods(LayerBase):
         KvShapeError
             For wrong shapes, dtypes or heads.
         KvStateError
-            On a bounded, sealed or latched layer; for a NaN sink; if a score is not finite; and
+            On a bounded, sealed or latched layer; for a NaN sink or a negative softcap; if a score
+            is not finite; if another thread changes the layer meanwhile; and
             while an O(1) override collects, for anything its later steps would ignore.
             `out` and `imp_acc` are untouched then.
         """
@@ -204,6 +205,8 @@ class AttendMethods(LayerBase):
         standard = default_scale(hd)
         factor = standard if scale is None else scalar(scale, "scale")
         cap = np.float32(0) if softcap is None else scalar(softcap, "softcap")
+        if cap < 0:
+            raise KvStateError(f"{call}: softcap {softcap!r} is negative; 0 leaves the scores")
         logits = _NO_ROWS if sinks is None else array_in(sinks, "sinks")
         if logits.size not in (0, n):
             raise KvShapeError(f"sinks: {logits.size} logits for {n} query heads")

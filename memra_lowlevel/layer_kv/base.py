@@ -13,7 +13,7 @@ from memra_lowlevel.errors import KvShapeError, KvStateError
 
 from .arith import F32
 from .bounded import BoundedState
-from .inputs import array_in, count
+from .inputs import array_in, count, flags_in
 from .modes import KvMode, WireKind
 from .nystrom import O1State
 from .store import Stores
@@ -37,6 +37,9 @@ class LayerBase:
     ):
         self._nkv = count(num_kv_heads, "num_kv_heads", 1)
         self._hd = count(head_dim, "head_dim", 1)
+        for what, n in (("num_kv_heads", self._nkv), ("head_dim", self._hd)):
+            if n >> 31:
+                raise KvShapeError(f"{what}: {n} needs more than 31 bits")
         if mode is not None and not isinstance(mode, KvMode):
             raise KvShapeError(f"mode: {mode!r} is no KvMode")
         self._stores = Stores(self._nkv, self._hd, KvMode.from_env() if mode is None else mode)
@@ -92,7 +95,8 @@ class LayerBase:
                 "seq_len: only a layer of wire kind LINEAR, which keeps no rows, can be told its "
                 "position; others count their appends"
             )
-        self._seq_len = count(value, "seq_len")
+        self._seq_len = _unsigned(value, "seq_len", 63)
+        self._scratch_positions = min(self._scratch_positions, self._seq_len)
 
     @property
     def base(self) -> int:
@@ -270,7 +274,7 @@ class LayerBase:
         """Return the mask of live heads, None when all are; missing entries mean alive."""
         if alive is None:
             return None
-        given = np.asarray(alive).astype(bool).reshape(-1)
+        given = flags_in(alive, "alive")
         if given.size > self._nkv:
             raise KvShapeError(f"alive: {given.size} entries for {self._nkv} KV heads")
         mask = np.ones(self._nkv, bool)

@@ -16,7 +16,7 @@ from memra_lowlevel.errors import KvShapeError, KvStateError
 
 from . import loops
 from .arith import F32
-from .inputs import array_in, count
+from .inputs import array_in, count, real
 
 __all__ = [
     "BoundedRope",
@@ -105,9 +105,11 @@ class BoundedRope:
     def __init__(self, window: int, inv_freq: Any, rope_scale: float = 1.0):
         self.window = count(window, "window", 1)
         self.inv_freq = array_in(inv_freq, "inv_freq").copy()
-        self.rope_scale = float(rope_scale)
-        if not (np.isfinite(self.inv_freq).all() and np.isfinite(self.rope_scale)):
-            raise KvStateError("inv_freq, rope_scale: must be finite")
+        self.rope_scale = real(rope_scale, "rope_scale")
+        if not np.isfinite(self.inv_freq).all():
+            raise KvStateError("inv_freq: must be finite")
+        if abs(self.rope_scale) > 1e18:
+            raise KvStateError(f"rope_scale: {self.rope_scale} squared is too large for float32")
         angle = np.arange(self.window, dtype=np.float64)[:, None] * self.inv_freq.astype(np.float64)
         squared = self.rope_scale * self.rope_scale
         self.cos: F32 = (np.cos(angle) * squared).astype(np.float32)
@@ -242,12 +244,15 @@ class BoundedState:
 
     def restore(self, s: BoundedSnapshot) -> None:
         """Take a snapshot back; the undo history is dropped, so no rollback can follow at once."""
+        if not isinstance(s, BoundedSnapshot):
+            raise KvShapeError(f"bounded_restore: {type(s).__name__} is no BoundedSnapshot")
+        seen = count(s.seen, "seen")
         if s.ring_k.shape != self.ring_k.shape or s.ring_v.shape != self.ring_v.shape:
             raise KvShapeError(
                 f"bounded_restore: snapshot of ring {s.ring_k.shape}, layer has {self.ring_k.shape}"
             )
         self.ring_k[...], self.ring_v[...] = s.ring_k, s.ring_v
-        self.seen = s.seen
+        self.seen = seen
         self.undo_len = self.undo_next = 0
 
     def clear(self) -> None:

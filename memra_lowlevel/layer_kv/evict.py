@@ -52,10 +52,15 @@ class KvCache:
     Parameters
     ----------
     layers : iterable of LayerKvCache
-        Layer i gets ``wire_layer = i``.
+        Layer i gets ``wire_layer = i``; each may be there once.
     max_seq_len : int
         Rows at which :meth:`needs_eviction` says yes.
     policy : Mass or Recent
+
+    Raises
+    ------
+    KvShapeError
+        For anything else among the layers, or the same layer twice: cuts would reach it twice.
     """
 
     def __init__(
@@ -69,6 +74,11 @@ class KvCache:
         self.policy = Mass() if policy is None else policy
         if not isinstance(self.policy, (Mass, Recent)):
             raise KvShapeError(f"policy: {policy!r} is neither Mass nor Recent")
+        for layer in self.layers:
+            if not isinstance(layer, LayerKvCache):
+                raise KvShapeError(f"layers: {type(layer).__name__} is no LayerKvCache")
+        if len({id(layer) for layer in self.layers}) < len(self.layers):
+            raise KvShapeError("layers: one layer stands there twice")
         for i, layer in enumerate(self.layers):
             layer.wire_layer = i
         self._warned = False

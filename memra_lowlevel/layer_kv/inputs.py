@@ -6,12 +6,13 @@ import operator
 from typing import Any, SupportsIndex
 
 import numpy as np
+import numpy.typing as npt
 
 from memra_lowlevel.errors import KvShapeError, KvStateError
 
 from .arith import F32
 
-__all__ = ["array_in", "array_inout", "count", "scalar"]
+__all__ = ["array_in", "array_inout", "count", "flags_in", "real", "scalar"]
 
 
 def array_in(x: Any, name: str, size: int | None = None) -> F32:
@@ -59,9 +60,9 @@ def array_inout(x: Any, name: str, size: int | None = None) -> F32:
 
 
 def count(x: SupportsIndex, name: str, low: int = 0) -> int:
-    """Return an integer argument that is at least `low`."""
+    """Return an integer argument that is at least `low`; True is no number."""
     try:
-        n = operator.index(x)
+        n = operator.index("" if isinstance(x, bool) else x)  # type: ignore[arg-type]
     except TypeError:
         raise KvShapeError(f"{name}: {type(x).__name__} {x!r} where an integer is needed") from None
     if n < low:
@@ -69,22 +70,46 @@ def count(x: SupportsIndex, name: str, low: int = 0) -> int:
     return n
 
 
-def scalar(x: Any, name: str) -> np.float32:
-    """Return a finite number as float32."""
+def real(x: Any, name: str) -> float:
+    """Return a finite number as a float; text, truth values and arrays are none."""
+    wrong = isinstance(x, (bool, np.bool_, str, bytes, bytearray)) or np.ndim(x) != 0
     try:
-        with np.errstate(over="ignore"):
-            value: np.float32 = np.float32(x)
+        value = float("x" if wrong else x)
     except (TypeError, ValueError):
         raise KvShapeError(f"{name}: {type(x).__name__} where a number is needed") from None
+    except OverflowError:
+        value = np.inf
+    if not np.isfinite(value):
+        raise KvStateError(f"{name}: {x!r} is not a finite number")
+    return value
+
+
+def scalar(x: Any, name: str) -> np.float32:
+    """Return a finite number as float32."""
+    with np.errstate(over="ignore"):
+        value: np.float32 = np.float32(real(x, name))
     if not np.isfinite(value):
         raise KvStateError(f"{name}: {x!r} is not a finite float32")
     return value
 
 
+def flags_in(x: Any, name: str) -> npt.NDArray[np.bool_]:
+    """Return a sequence of truth values, or of integers, as a vector of bool."""
+    try:
+        given = np.asarray(x)
+    except ValueError:
+        given = np.empty((0, 0))
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "bui"):
+        raise KvShapeError(f"{name}: a flat sequence of True and False is needed, got {x!r}")
+    return given.astype(bool)
+
+
 def _as_array(x: Any, name: str, shared: bool = False) -> Any:
     try:
         if isinstance(x, (list, tuple)) and not shared:
-            return np.asarray(x, np.float32)
+            return _numbers(x, name)
+        if isinstance(x, np.ma.MaskedArray) and np.ma.is_masked(x):
+            raise KvShapeError(f"{name}: masked elements have no value; fill them first")
         if isinstance(x, np.ndarray):
             return np.asarray(x)
         if hasattr(x, "__array__") and not shared:
@@ -96,3 +121,14 @@ def _as_array(x: Any, name: str, shared: bool = False) -> Any:
         return np.asarray(memoryview(x))
     except (TypeError, ValueError, BufferError, RuntimeError, AttributeError) as error:
         raise KvShapeError(f"{name}: {type(x).__name__} is no float32 array: {error}") from None
+
+
+def _numbers(x: Any, name: str) -> Any:
+    given = np.asarray(x)
+    if given.size and given.dtype.kind not in "fui":
+        raise TypeError(f"its elements are {given.dtype}, not numbers")
+    with np.errstate(over="ignore"):
+        made = given.astype(np.float32)
+    if (np.isinf(made) & np.isfinite(given)).any():
+        raise KvStateError(f"{name}: a number is too large for float32")
+    return made

@@ -130,13 +130,15 @@ class LayerKvCache(AttendMethods, RecurrentMethods, BoundedMethods, O1Methods, W
         KvShapeError
             For another dtype.
         KvStateError
-            For a NaN, which eviction could not order.
+            For a NaN, or a sum that becomes one, which eviction could not order.
         """
         p = array_in(probs, "probs")
         n = min(p.size, self._n_imp)
-        if np.isnan(p[:n]).any():
+        with np.errstate(invalid="ignore", over="ignore"):
+            total = self._imp[:n] + p[:n]
+        if np.isnan(total).any():
             raise KvStateError("accumulate_imp: a NaN cannot be ordered at the next eviction")
-        self._imp[:n] += p[:n]
+        self._imp[:n] = total
 
     def trim_window(self, w: int, slack: int = 0, align: int = 1) -> int:
         """Drop rows that a sliding window has left behind; returns how many.

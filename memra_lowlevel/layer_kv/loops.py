@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from memra_lowlevel.errors import KvStateError
+
 from . import arith, compiled, plain
 from .arith import F32
 
@@ -70,9 +72,12 @@ def attend(
     if not compiled.native():
         return plain.attend(s, head, q, stored, first, scale, softcap, sinks, out, imp, probs)
     null = compiled.ffi.NULL
+    held = s.struct  # keeps the rows, whatever another thread does with the layer meanwhile
+    if stored > held[0].cap:
+        raise KvStateError("attend: another thread dropped the rows meanwhile")
     return _finite(
         compiled.lib.lkv_attend(
-            s.struct,
+            held[0],
             head,
             _f32(q),
             q.shape[0],
@@ -157,9 +162,10 @@ def nystrom_step(s: NystromState, q: F32, k: F32, v: F32, out: F32) -> bool:
     """Insert one position in a sealed state and attend."""
     if not compiled.native():
         return plain.nystrom_step(s, q, k, v, out)
+    held = s.struct
     return _finite(
         compiled.lib.lkv_nystrom_step(
-            s.struct, s.win_len, s.win_head, s.far_len, _f32(q), _f32(k), _f32(v), _f32(out)
+            held[0], s.win_len, s.win_head, s.far_len, _f32(q), _f32(k), _f32(v), _f32(out)
         )
     )
 
@@ -168,9 +174,10 @@ def nystrom_replay(s: NystromState, k: F32, v: F32) -> bool:
     """Insert rows ``[groups, n, ...]`` one after another; the state is spoilt on False."""
     if not compiled.native() or k.shape[1] == 0:
         return plain.nystrom_replay(s, k, v)
+    held = s.struct
     return _finite(
         compiled.lib.lkv_nystrom_replay(
-            s.struct,
+            held[0],
             s.win_len,
             s.win_head,
             _f32(k),
@@ -225,44 +232,33 @@ def phase_delta(decay: F64, fk: F64, fq: F64, v: F32, beta: F32, state: F32, out
 
 
 def store_struct(s: Stores) -> Any:
-    """Describe the stores to the compiled loops; valid until they are allocated anew."""
+    """Describe the stores to the compiled loops; the arrays behind it live as long as it does."""
     struct = compiled.ffi.new("lkv_store *")
-    for name in ("k", "v", "ks", "vs", "kcol", "vcol"):
-        setattr(struct, name, _address("float *", getattr(s, name)))
-    for name in ("kq", "vq"):
-        setattr(struct, name, _address("int8_t *", getattr(s, name)))
-    for name in ("kcol_on", "vcol_on"):
-        setattr(struct, name, _address("uint8_t *", getattr(s, name)))
+    held = _fill(struct, s, "float *", ("k", "v", "ks", "vs", "kcol", "vcol"))
+    held += _fill(struct, s, "int8_t *", ("kq", "vq"))
+    held += _fill(struct, s, "uint8_t *", ("kcol_on", "vcol_on"))
     struct.cap, struct.hd, struct.groups = s.cap, s.hd, s.groups
     struct.k_q8, struct.v_q8 = s.k_q8, s.v_q8
-    return struct
+    return struct, held
 
 
 def nystrom_struct(s: NystromState) -> Any:
-    """Describe a sealed state to the compiled loops; valid as long as its arrays."""
+    """Describe a sealed state to the compiled loops; its arrays live as long as it does."""
     struct = compiled.ffi.new("lkv_nystrom *")
-    for name in (
-        "win_k",
-        "win_v",
-        "mu",
-        "z",
-        "t",
-        "sink_k",
-        "sink_v",
-        "kl",
-        "ql",
-        "pinv",
-        "shift",
-    ):
-        setattr(struct, name, _address("float *", getattr(s, name)))
+    names = "win_k", "win_v", "mu", "z", "t", "sink_k", "sink_v", "kl", "ql", "pinv", "shift"
+    held = _fill(struct, s, "float *", names)
     for name in ("groups", "hpk", "m", "w", "sink", "d", "dv"):
         setattr(struct, name, getattr(s, name))
     struct.scale, struct.fm = s.scale, s.fm
-    return struct
+    return struct, held
 
 
-def _address(kind: str, x: Any) -> Any:
-    return compiled.ffi.cast(kind, x.ctypes.data) if x.size else compiled.ffi.NULL
+def _fill(struct: Any, s: Any, kind: str, names: tuple[str, ...]) -> tuple[Any, ...]:
+    arrays = tuple(getattr(s, name) for name in names)
+    for name, x in zip(names, arrays, strict=True):
+        at = compiled.ffi.cast(kind, x.ctypes.data) if x.size else compiled.ffi.NULL
+        setattr(struct, name, at)
+    return arrays
 
 
 def _at(kind: str, x: Any) -> Any:

@@ -195,6 +195,15 @@ class NystromState:
 
     def restore(self, s: O1Snapshot) -> None:
         """Take a snapshot of this state back, bit for bit."""
+        if not isinstance(s, O1Snapshot):
+            raise KvShapeError(f"o1_restore: {type(s).__name__} is no O1Snapshot")
+        length, head, far = (count(n, "counters") for n in s.counters)
+        full = length == self.w
+        if length > self.w or head >= self.w or ((head or far) and not full):
+            raise KvShapeError(
+                f"o1_restore: {length} rows, oldest slot {head}, {far} gone do not fit a window of "
+                f"{self.w}"
+            )
         own = [getattr(self, name) for name in self._MOVING]
         grown = (0, 1) if self.exact_only else ()
         for i, (mine, theirs) in enumerate(zip(own, s.arrays, strict=True)):
@@ -205,7 +214,7 @@ class NystromState:
                 raise KvShapeError(f"o1_restore: snapshot {theirs.shape}, state {mine.shape}")
         for mine, theirs in zip(own, s.arrays, strict=True):
             mine[:, : theirs.shape[1]] = theirs
-        self.win_len, self.win_head, self.far_len = s.counters
+        self.win_len, self.win_head, self.far_len = length, head, far
 
     def copy(self) -> NystromState:
         """Return a copy that shares nothing that steps change."""
@@ -253,7 +262,7 @@ class NystromState:
         self._bind()
 
     def _bind(self) -> None:
-        self.struct = loops.nystrom_struct(self) if compiled.lib is not None else None
+        self.struct: Any = loops.nystrom_struct(self) if compiled.lib is not None else None
 
     def _view(self, g: int) -> O1DeviceView:
         def read(a: F32) -> F32:

@@ -17,7 +17,7 @@ from memra_lowlevel.errors import KvShapeError, KvStateError
 from . import loops
 from .arith import F32
 from .base import LayerBase
-from .inputs import array_in, count
+from .inputs import array_in, count, real
 
 __all__ = [
     "PhaseCore",
@@ -167,15 +167,18 @@ class PhaseCore:
         self.n_phase = count(n_phase, "n_phase", 1)
         self.value_width = count(value_width, "value_width", 1)
         width = 2 * self.n_phase
-        self.decay: F64 = np.array(decay, np.float64).reshape(-1)
+        try:
+            self.decay: F64 = np.array(decay, np.float64).reshape(-1)
+        except (TypeError, ValueError) as error:
+            raise KvShapeError(f"decay: no vector of numbers: {error}") from None
         if self.decay.size != self.n_heads * width:
             raise KvShapeError(f"decay: {self.decay.size} values for {self.n_heads} x {width}")
         if not ((self.decay > 0.0) & (self.decay <= 1.0)).all():
             raise KvStateError("decay: every value must be finite and in (0, 1]")
         self.decay = self.decay.reshape(self.n_heads, width)
-        self.delta, self.mass = bool(delta), float(mass)
-        if not (np.isfinite(self.mass) and self.mass >= 0.0):
-            raise KvStateError(f"mass: {mass!r} is negative or not finite")
+        self.delta, self.mass = bool(delta), real(mass, "mass")
+        if self.mass < 0.0:
+            raise KvStateError(f"mass: {mass!r} is negative")
         self.taps: F32 | None = None
         if taps is not None:
             shape = np.shape(taps)
@@ -270,6 +273,8 @@ class PhaseCore:
         vector = self._vector(layer, scratch)
         cells = 2 * self.n_phase * nh * dv
         state = vector[:cells].reshape(nh, 2 * self.n_phase, dv)
+        if np.may_share_memory(value, vector):
+            value = value.copy()  # the state moves while the value is read
         out = np.empty((nh, dv), np.float32)
         run = loops.phase_delta if self.delta else loops.phase
         run(

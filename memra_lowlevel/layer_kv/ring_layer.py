@@ -82,6 +82,13 @@ class BoundedMethods(LayerBase):
         query = array_in(q, "q", nh * hd).reshape(nh, hd)
         key, value = array_in(k, "k", nkv * hd), array_in(v, "v", nkv * hd)
         target = array_inout(out, "out", nh * hd).reshape(nh, hd)
+        if not (isinstance(w, BoundedWeights) and isinstance(rope, BoundedRope)):
+            raise KvShapeError(
+                f"w, rope: {type(w).__name__} and {type(rope).__name__} where BoundedWeights and "
+                "BoundedRope are needed"
+            )
+        if np.may_share_memory(target, ring.ring_k) or np.may_share_memory(target, ring.ring_v):
+            raise KvShapeError("out: must not lie in the ring")
         if w.sink_k.shape[0] != nkv or w.sink_k.shape[2] != hd:
             raise KvShapeError(f"w: sinks of shape {w.sink_k.shape} for {nkv} heads of {hd}")
         if w.window != ring.window or rope.window != ring.window:

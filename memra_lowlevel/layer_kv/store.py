@@ -247,7 +247,7 @@ class Stores:
         self.vq: npt.NDArray[np.int8] = _lines((*shape, self.hd if self.v_q8 else 0), np.int8)
         self.ks: F32 = _lines((*shape, self.groups if self.k_q8 else 0), np.float32)
         self.vs: F32 = _lines(shape if self.v_q8 else (self.nkv, 0), np.float32)
-        self.struct = loops.store_struct(self) if compiled.lib is not None else None
+        self.struct: Any = loops.store_struct(self) if compiled.lib is not None else None
 
 
 def _lines(shape: tuple[int, ...], dtype: Any) -> Any:

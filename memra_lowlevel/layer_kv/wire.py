@@ -97,8 +97,13 @@ def hash64(data: Any) -> int:
 
     Word i (8 bytes, the last one zero-padded) contributes ``fmix(w) ^ (i * 0x9E3779B97F4A7C15)``;
     the byte length enters before the last mix.
+
+    Raises
+    ------
+    KvWireError
+        For an object that holds no contiguous bytes.
     """
-    raw = memoryview(data).cast("B")
+    raw = _bytes_of("hash64", data)
     n = raw.nbytes
     words = np.zeros(-(-n // 8), "<u8")
     words.view(np.uint8)[:n] = np.frombuffer(raw, np.uint8)
@@ -179,10 +184,7 @@ def parse(
     KvWireError
         For anything that is not exactly such an export.
     """
-    try:
-        raw = memoryview(data).cast("B")
-    except TypeError as error:
-        raise KvWireError(f"import_wire: {type(data).__name__} holds no bytes: {error}") from None
+    raw = _bytes_of("import_wire", data)
     reader = _Reader(raw)
     if bytes(raw[:4]) != MAGIC:
         record = _parse_full(reader, nkv, hd, None, None, state_len)
@@ -308,6 +310,13 @@ def _parse_bounded(
     ring_k = reader.floats(nkv * window * hd, "ring keys", f16).reshape(shape)
     ring_v = reader.floats(nkv * window * hd, "ring values", f16).reshape(shape)
     return Record(WireKind.BOUNDED, position, ring_k=ring_k, ring_v=ring_v)
+
+
+def _bytes_of(call: str, data: Any) -> memoryview:
+    try:
+        return memoryview(data).cast("B")
+    except (TypeError, ValueError) as error:
+        raise KvWireError(f"{call}: {type(data).__name__} holds no bytes: {error}") from None
 
 
 def _equal(what: str, got: int, want: int) -> None:

@@ -56,6 +56,7 @@ class WireMethods(LayerBase):
                 "it has positions without rows; a recurrent layer has wire kind LINEAR",
             ),
             (kind is WireKind.FULL and self._seq_len >> 32 != 0, "seq_len needs more than 32 bits"),
+            (self.pos_len >> 64 != 0, "its position needs more than 64 bits"),
         )
         for wrong, why in checks:
             if wrong:
