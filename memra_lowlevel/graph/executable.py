@@ -262,7 +262,7 @@ class GraphExec(Owned):
         for effect in self.effects:
             effect.apply()
         self._n_slow += 1
-        native.note_issued(stream.cell, len(self._nodes))
+        native.note_issued(stream.cell)
         for operand in self.keeps.operands.values():
             if isinstance(operand, Storage):
                 operand.streams.add(stream)
@@ -332,7 +332,7 @@ class _CompiledExec(native.Exec, GraphExec):  # type: ignore[misc]
         assert gate is not None
         cell = self._cell = native.cell_of(self, "mll_exec")
         cell.device, cell.exec = gate.cell, native.ffi.cast("void *", self.handle)
-        cell.id, cell.weight = gate.number(self.name, self.where), len(self._nodes)
+        cell.id = gate.number(self.name, self.where)
         self._load_effects()
 
     def _launch_code(self, stream: Stream, code: int) -> None:
@@ -341,7 +341,7 @@ class _CompiledExec(native.Exec, GraphExec):  # type: ignore[misc]
             for check in self.checks:
                 check(self)
             if stream is self._bound:
-                code = native.lib.mll_graph_launch(self._cell)
+                code = self._launch_bound()
                 if code == 0:
                     return
         if code > 0:

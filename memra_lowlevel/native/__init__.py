@@ -25,7 +25,7 @@ try:
 except ImportError as error:
     _reason = f"memra_lowlevel.native._launch was not built ({error})"
 
-_VERSION = 6
+_VERSION = 7
 if lib is not None and getattr(lib, "MLL_VERSION", 0) != _VERSION:
     _reason = "memra_lowlevel.native._launch is older than the sources; build it again"
     ffi = lib = None
@@ -162,15 +162,20 @@ def StreamCell(gate: Gate, handle: int, *, shared: bool = False) -> Any:
     return cell
 
 
+def address(cell: Any) -> int:
+    """Address of a record, for the compiled methods that take one."""
+    return int(ffi.cast("uintptr_t", cell))
+
+
 def issued(cell: Any) -> int:
-    """Weight of all that was put on a stream so far."""
+    """Count of the calls that put work on a stream so far."""
     return 0 if cell is None else int(cell.issued)
 
 
-def note_issued(cell: Any, weight: int = 1) -> None:
-    """Count work that was put on a stream on another way than through the compiled path."""
+def note_issued(cell: Any) -> None:
+    """Count a call that put work on a stream on another way than through the compiled path."""
     if cell is not None:
-        cell.issued += weight
+        cell.issued += 1
 
 
 def note_seen(cell: Any, mark: int) -> None:

@@ -19,10 +19,11 @@ typedef struct {
 
 static PyTypeObject *plan_type;
 
-/* Runs `code = call;` with the interpreter lock or without it. */
-#define LAUNCH(stream, weight, call)                                                                \
+/* Runs `code = call;`, which calls the driver, with the interpreter lock or without it.
+ * The calls are counted already. */
+#define CALL_DRIVER(stream, call)                                                                  \
     do {                                                                                           \
-        if (__builtin_expect(mll_has_room(stream, weight), 1)) {                                   \
+        if (__builtin_expect(mll_has_room(stream, 0), 1)) {                                        \
             code = call;                                                                           \
         } else {                                                                                   \
             (stream)->device->n_unlocked++;                                                        \
@@ -43,9 +44,22 @@ static PyObject *plan_launch(PyObject *self, PyObject *stream)
 {
     mll_plan *p = &((mll_object *)self)->u.plan;
     int code = MLL_SLOW;
-    if (stream == p->bound_object && p->device != NULL)
-        LAUNCH(p->bound, 1, mll_launch(p));
+    mll_stream *s = p->bound;
+    if (stream == p->bound_object && p->device != NULL && (code = mll_begin(p)) == MLL_OK)
+        CALL_DRIVER(s, mll_end(p, s));
     return object_result(self, stream, code);
+}
+
+static int exec_run(mll_exec *x)
+{
+    mll_stream *s = x->bound;
+    int code = mll_graph_begin(x);
+    if (code == MLL_OK) {
+        CALL_DRIVER(s, mll_graph_end(x, s));
+        if (code == 0)
+            mll_graph_note(x);
+    }
+    return code;
 }
 
 static PyObject *exec_launch(PyObject *self, PyObject *stream)
@@ -53,8 +67,31 @@ static PyObject *exec_launch(PyObject *self, PyObject *stream)
     mll_exec *x = &((mll_object *)self)->u.exec;
     int code = MLL_SLOW;
     if (stream == x->bound_object && x->device != NULL && !x->has_checks)
-        LAUNCH(x->bound, x->weight, mll_graph_launch(x));
+        code = exec_run(x);
     return object_result(self, stream, code);
+}
+
+/* _launch_bound(): launch where it is bound to, when Python has made its checks; gives the code. */
+static PyObject *exec_launch_bound(PyObject *self, PyObject *none)
+{
+    (void)none;
+    return PyLong_FromLong(exec_run(&((mll_object *)self)->u.exec));
+}
+
+/* launch_site(site, stream, block): addresses of the records and the packed parameters; the code. */
+static PyObject *plan_launch_site(PyObject *type, PyObject *args)
+{
+    unsigned long long site, stream;
+    PyObject *block;
+    int code;
+    (void)type;
+    if (!PyArg_ParseTuple(args, "KKS", &site, &stream, &block))
+        return NULL;
+    mll_site *t = (mll_site *)(uintptr_t)site;
+    mll_stream *s = (mll_stream *)(uintptr_t)stream;
+    if ((code = mll_site_begin(t, s)) == MLL_OK)
+        CALL_DRIVER(s, mll_site_end(t, s, PyBytes_AsString(block)));
+    return PyLong_FromLong(code);
 }
 
 /* launch_all(stream, plans): None, or (code, index) where Python must go on. */
@@ -88,7 +125,12 @@ static PyObject *plan_launch_all(PyObject *type, PyObject *args)
         bound = plans[i]->bound;
     }
     if (i == n && n > 0 && n <= UINT32_MAX)
-        LAUNCH(bound, (uint64_t)n, mll_launch_many(plans, (uint32_t)n, bound, &done));
+        code = mll_many_begin(plans, (uint32_t)n, bound, &done);
+    if (code == MLL_OK) {
+        uint64_t raw = mll_raw();
+        CALL_DRIVER(bound, mll_many_end(plans, (uint32_t)n, bound, &done));
+        mll_many_note(plans, done + (code != MLL_OK), bound, raw);
+    }
     if (plans != few)
         free(plans);
     Py_DECREF(tuple);
@@ -99,11 +141,13 @@ static PyObject *plan_launch_all(PyObject *type, PyObject *args)
 
 static PyMethodDef plan_methods[] = {
     {"launch", plan_launch, METH_O, "Launch on ``stream``, with the parameters as they are now."},
+    {"launch_site", plan_launch_site, METH_VARARGS | METH_STATIC, "Launch packed arguments."},
     {"launch_all", plan_launch_all, METH_VARARGS | METH_STATIC, "Launch several plans in order."},
     {NULL, NULL, 0, NULL},
 };
 static PyMethodDef exec_methods[] = {
     {"launch", exec_launch, METH_O, "Launch on ``stream``: one driver call."},
+    {"_launch_bound", exec_launch_bound, METH_NOARGS, "Launch on the stream that it is bound to."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,5 +1,5 @@
-/* The prepared launch path; see launch_path.h. No Python object is touched here and the caller may
- * have released the interpreter lock, so shared counts are atomic and plans are read-only. */
+/* The prepared launch path; see launch_path.h. No Python object is touched here. Counts and the ring
+ * are written with the interpreter lock held, which makes plain additions enough. */
 #include "launch_path.h"
 
 #include <time.h>
@@ -33,27 +33,21 @@ uint64_t mll_raw(void)
 static inline void trace(mll_device *d, uint32_t id, uint32_t call, const mll_stream *s,
                          uint64_t raw)
 {
-    uint64_t i = __atomic_fetch_add(&d->next, 1, __ATOMIC_RELAXED);
-    mll_entry *e = &d->ring[i & d->mask];
+    mll_entry *e = &d->ring[d->next++ & d->mask];
     e->raw = raw;
     e->stream = (uint64_t)(uintptr_t)s->handle;
     e->plan = id;
     e->call = call;
 }
 
-static inline void issue(mll_stream *s, uint64_t weight)
+int mll_has_room(const mll_stream *s, uint64_t n)
 {
-    __atomic_fetch_add(&s->issued, weight, __ATOMIC_RELAXED);
-}
-
-int mll_has_room(const mll_stream *s, uint64_t weight)
-{
-    return !s->shared && s->issued + weight - s->seen <= MLL_KEEP;
+    return !s->shared && s->issued + n - s->seen <= MLL_KEEP;
 }
 
 static int refuse(mll_device *d, int code)
 {
-    __atomic_fetch_add(&d->n_refused, 1, __ATOMIC_RELAXED);
+    d->n_refused++;
     return code;
 }
 
@@ -74,23 +68,27 @@ static inline int check(mll_device *d, const mll_stream *s, int32_t dead)
     return refuse(d, MLL_SLOW);
 }
 
-int mll_launch(mll_plan *p)
+int mll_begin(mll_plan *p)
 {
     mll_device *d = p->device;
     mll_stream *s = p->bound;
     int code = check(d, s, p->dead);
-    if (code)
-        return code;
-    trace(d, p->id, 0, s, mll_raw());
-    issue(s, 1);
-    return d->launch(p->func, p->grid[0], p->grid[1], p->grid[2], p->block[0], p->block[1],
-                     p->block[2], p->shared_bytes, s->handle, p->params, NULL);
+    if (code == MLL_OK) {
+        s->issued++;
+        trace(d, p->id, 0, s, mll_raw());
+    }
+    return code;
 }
 
-int mll_launch_many(mll_plan **plans, uint32_t n, mll_stream *s, uint32_t *done)
+int mll_end(const mll_plan *p, const mll_stream *s)
+{
+    return p->device->launch(p->func, p->grid[0], p->grid[1], p->grid[2], p->block[0], p->block[1],
+                             p->block[2], p->shared_bytes, s->handle, p->params, NULL);
+}
+
+int mll_many_begin(mll_plan **plans, uint32_t n, mll_stream *s, uint32_t *done)
 {
     /* All plans are checked before the first is launched: a refusal leaves nothing half done. */
-    *done = 0;
     for (uint32_t i = 0; i < n; i++) {
         mll_plan *p = plans[i];
         int code = check(p->device, s, p->dead);
@@ -101,35 +99,41 @@ int mll_launch_many(mll_plan **plans, uint32_t n, mll_stream *s, uint32_t *done)
             return code;
         }
     }
-    issue(s, n);
-    uint64_t raw = mll_raw();
-    for (uint32_t i = 0; i < n; i++) {
-        mll_plan *p = plans[i];
-        mll_device *d = p->device;
-        trace(d, p->id, 0, s, raw);
-        int code = d->launch(p->func, p->grid[0], p->grid[1], p->grid[2], p->block[0],
-                             p->block[1], p->block[2], p->shared_bytes, s->handle, p->params, NULL);
-        *done = i;
-        if (code)
-            return code;
-    }
-    *done = n;
+    s->issued += n;
     return MLL_OK;
 }
 
-int mll_launch_site(mll_site *t, mll_stream *s, const char *block)
+int mll_many_end(mll_plan **plans, uint32_t n, const mll_stream *s, uint32_t *done)
 {
-    mll_device *d = t->device;
+    int code = MLL_OK;
+    for (*done = 0; *done < n && code == MLL_OK; *done += code == MLL_OK)
+        code = mll_end(plans[*done], s);
+    return code;
+}
+
+void mll_many_note(mll_plan **plans, uint32_t n, const mll_stream *s, uint64_t raw)
+{
+    for (uint32_t i = 0; i < n; i++)
+        trace(plans[i]->device, plans[i]->id, 0, s, raw);
+}
+
+int mll_site_begin(mll_site *t, mll_stream *s)
+{
+    int code = check(t->device, s, 0);
+    if (code == MLL_OK) {
+        s->issued++;
+        trace(t->device, t->id, 0, s, mll_raw());
+    }
+    return code;
+}
+
+int mll_site_end(const mll_site *t, const mll_stream *s, const char *block)
+{
     void *params[MAX_PARAMS];
-    int code = check(d, s, 0);
-    if (code)
-        return code;
     for (uint32_t i = 0; i < t->n_params; i++)
         params[i] = (void *)(block + t->offsets[i]);
-    trace(d, t->id, 0, s, mll_raw());
-    issue(s, 1);
-    return d->launch(t->func, t->grid[0], t->grid[1], t->grid[2], t->block[0], t->block[1],
-                     t->block[2], t->shared_bytes, s->handle, params, NULL);
+    return t->device->launch(t->func, t->grid[0], t->grid[1], t->grid[2], t->block[0], t->block[1],
+                             t->block[2], t->shared_bytes, s->handle, params, NULL);
 }
 
 static int has_room(const mll_effect *e)
@@ -155,7 +159,7 @@ static void apply(const mll_effect *e)
         c->lower = 0;
 }
 
-int mll_graph_launch(mll_exec *x)
+int mll_graph_begin(mll_exec *x)
 {
     mll_device *d = x->device;
     mll_stream *s = x->bound;
@@ -165,16 +169,22 @@ int mll_graph_launch(mll_exec *x)
     for (uint32_t i = 0; i < x->n_effects; i++)
         if (!has_room(&x->effects[i]))
             return refuse(d, MLL_ROOM);
+    s->issued++;
+    d->n_graph_launches++;
     trace(d, x->id, 1, s, mll_raw());
-    issue(s, x->weight);
-    __atomic_fetch_add(&d->n_graph_launches, 1, __ATOMIC_RELAXED);
-    code = d->graph_launch(x->exec, s->handle);
-    if (code == 0) {
-        x->n_done++;
-        for (uint32_t i = 0; i < x->n_effects; i++)
-            apply(&x->effects[i]);
-    }
-    return code;
+    return MLL_OK;
+}
+
+int mll_graph_end(const mll_exec *x, const mll_stream *s)
+{
+    return x->device->graph_launch(x->exec, s->handle);
+}
+
+void mll_graph_note(mll_exec *x)
+{
+    x->n_done++;
+    for (uint32_t i = 0; i < x->n_effects; i++)
+        apply(&x->effects[i]);
 }
 
 int mll_bare_launches(mll_plan *plan, mll_stream *stream, uint32_t n)

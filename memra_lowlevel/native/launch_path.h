@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 /* Raised with every change of the structures, so that a stale build is noticed. */
-enum { MLL_VERSION = 6 };
+enum { MLL_VERSION = 7 };
 
 /* Answers below zero are ours, above zero the driver's. */
 enum {
@@ -46,8 +46,8 @@ typedef struct {
     int32_t closed;
 } mll_device;
 
-/* Launches are counted by weight: one for a kernel, more for a graph. `issued - seen` is what may
- * still be queued; while that is at most MLL_KEEP, a launch cannot find the queue full. */
+/* `issued - seen` calls may still be queued; while that is at most MLL_KEEP, a launch cannot find the
+ * queue full (1,021 calls fit on an H200 with driver 580, graphs of 1 to 300 nodes or kernels). */
 enum { MLL_KEEP = 256 };
 
 typedef struct {
@@ -101,7 +101,6 @@ typedef struct {
     uint64_t n_done; /* launches that the driver accepted */
     void *bound_object;
     int32_t has_checks; /* Python must ask before each launch */
-    uint32_t weight; /* room in the queue that one launch may take, in kernels */
 } mll_exec;
 
 /* A driver that does nothing but note its arguments: for tests, and to measure our own cost. */
@@ -120,16 +119,25 @@ uintptr_t mll_stub_entry(int graph);
 
 void mll_note_context(uintptr_t ctx);
 uint64_t mll_raw(void);
-int mll_has_room(const mll_stream *stream, uint64_t weight);
-int mll_launch(mll_plan *plan);
-int mll_graph_launch(mll_exec *exec);
+int mll_has_room(const mll_stream *stream, uint64_t n);
+/* A launch has two halves: begin, with the interpreter lock, checks and counts; end calls the driver
+ * and may do so without the lock, while others bind the plan to another stream. */
+int mll_begin(mll_plan *plan);
+int mll_end(const mll_plan *plan, const mll_stream *stream);
+int mll_graph_begin(mll_exec *exec);
+int mll_graph_end(const mll_exec *exec, const mll_stream *stream);
+void mll_graph_note(mll_exec *exec);
 /* Address of a Python type (a new reference) whose instances hold a plan, or an executable, and
  * have the method launch(stream), and of plans launch_all(stream, plans); and of what an instance
  * holds. See launch_object.c. */
 uintptr_t mll_object_type(int graph);
 uintptr_t mll_object_address(uintptr_t object);
-int mll_launch_many(mll_plan **plans, uint32_t n, mll_stream *stream, uint32_t *done);
-int mll_launch_site(mll_site *site, mll_stream *stream, const char *block);
+/* Of a batch, `done` is the number of the plan that was refused or failed; noted afterwards. */
+int mll_many_begin(mll_plan **plans, uint32_t n, mll_stream *stream, uint32_t *done);
+int mll_many_end(mll_plan **plans, uint32_t n, const mll_stream *stream, uint32_t *done);
+void mll_many_note(mll_plan **plans, uint32_t n, const mll_stream *stream, uint64_t raw);
+int mll_site_begin(mll_site *site, mll_stream *stream);
+int mll_site_end(const mll_site *site, const mll_stream *stream, const char *block);
 
 /* The driver call alone, n times, as a C program would make it: the yardstick of the benchmark. */
 int mll_bare_launches(mll_plan *plan, mll_stream *stream, uint32_t n);

@@ -67,7 +67,7 @@ def launch(stream: Stream, config: ConfigLike, kernel: Kernel, *args: Any) -> No
             if storage.last is not stream:
                 storage.last = stream
                 storage.streams.add(stream)
-        code = native.lib.mll_launch_site(cell, stream.cell, block)
+        code = native.Plan.launch_site(site.address, stream.address, block)
         if code == 0:
             return
         if code > 0:
@@ -302,6 +302,7 @@ class _Site:
             cell.grid, cell.block = self.grid, self.block
             cell.shared_bytes, cell.n_params = config.shared_bytes, len(offsets)
             cell.offsets = self._offsets
+            self.address = native.address(cell)
             # The trace shows where the combination was first launched.
             cell.id = gate.number(launcher.kernel.name, caller())
 

@@ -65,6 +65,7 @@ class Stream(Owned):
         self.cell: Any = None
         if gate is not None:
             self.cell = native.StreamCell(gate, handle, shared=foreign is not None)
+            self.address = native.address(self.cell)
 
         alive = self.alive = [handle]
 

@@ -336,17 +336,17 @@ def test_a_stream_that_others_use_never_keeps_the_lock(rig: Any, stub: Any) -> N
     foreign.close()
 
 
-def test_graphs_count_by_their_nodes(dev: Device, stub: Any) -> None:
+def test_a_graph_is_one_call(dev: Device, stub: Any) -> None:
     s = dev.stream(name="heavy")
     counter = DeviceCounter(dev, "n", stream=s)
     with s.capture("nodes") as graph:
-        for _ in range(KEEP // 4):
+        for _ in range(20):
             counter.buffer.fill(s, 0)
     step = graph.instantiate()
     step.launch(s)
     s.sync()
     start = unlocked(s)
-    for _ in range(4):
+    for _ in range(KEEP):
         step.launch(s)
     assert unlocked(s) == start
     step.launch(s)
@@ -379,7 +379,11 @@ def test_a_launch_that_blocks_lets_others_run(rig: Any, stub: Any) -> None:
     try:
         kept = during(lambda: p.launch(s))
         s.cell.shared = 1
-        given = [during(lambda: p.launch(s)), during(lambda: launch_many(s, [p]))]
+        given = [
+            during(lambda: p.launch(s)),
+            during(lambda: launch_many(s, [p])),
+            during(lambda: launch(s, CONFIG, kernel, a, 1, 2, 3.0, None)),
+        ]
     finally:
         stop.set()
         stub.block_ms = 0
