@@ -6,7 +6,7 @@ here touches a GPU or loads NVRTC when it is imported.
 
 from .arch import DEFAULT_ARCHS
 from .cache import KernelCache, default_cache
-from .compiler import Job, compile_file, compile_many, compile_source
+from .compiler import Job, compile_each, compile_file, compile_many, compile_source
 from .image import CompiledImage
 from .logs import Resources
 from .module import Kernel, Module, Param
@@ -26,6 +26,7 @@ __all__ = [
     "ParamDecl",
     "Resources",
     "Signature",
+    "compile_each",
     "compile_file",
     "compile_many",
     "compile_source",

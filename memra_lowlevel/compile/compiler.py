@@ -9,7 +9,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from .cache import FORMAT_VERSION, KernelCache, default_cache
 from .image import CompiledImage
 from .options import CompileOptions, Defines, define_flags
 
-__all__ = ["Job", "clear_memory", "compile_file", "compile_many", "compile_source"]
+__all__ = ["Job", "clear_memory", "compile_each", "compile_file", "compile_many", "compile_source"]
 
 log = logging.getLogger(__name__)
 
@@ -150,6 +150,13 @@ def compile_many(
     A job that does not compile gives its error in place of an image, so that one bad kernel hides
     no other. Anything but a :class:`CompileError` is raised.
     """
+    return list(compile_each(jobs, workers=workers, cache=cache))
+
+
+def compile_each(
+    jobs: Sequence[Job], *, workers: int | None = None, cache: bool | KernelCache = True
+) -> Iterator[CompiledImage | CompileError]:
+    """Compile like :func:`compile_many`; yield each result while later ones are still made."""
 
     def one(job: Job) -> CompiledImage | CompileError:
         try:
@@ -168,9 +175,10 @@ def compile_many(
 
     n = min(len(jobs), workers or os.cpu_count() or 1)
     if n <= 1:
-        return [one(job) for job in jobs]
+        yield from map(one, jobs)
+        return
     with ThreadPoolExecutor(n, thread_name_prefix="memra-compile") as pool:
-        return list(pool.map(one, jobs))
+        yield from pool.map(one, jobs)
 
 
 def clear_memory() -> None:

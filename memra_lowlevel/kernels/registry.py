@@ -10,12 +10,12 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..compile import CompiledImage, Job, compile_many, cuda_src_root, recorded
+from ..compile import CompiledImage, Job, compile_each, cuda_src_root, recorded
 from ..errors import ArgumentError, CompileError
 
 if TYPE_CHECKING:
@@ -230,7 +230,8 @@ def images(
     by_source: dict[str, list[str]] = {}
     for s in specs if specs is not None else all_specs():
         by_source.setdefault(s.source, []).extend(s.expressions)
-    return _images(arch, by_source, workers)
+    found = dict(_images(arch, by_source, workers))
+    return {source: found[source] for source in by_source}
 
 
 def oracle(name: str) -> Callable[..., Any]:
@@ -253,7 +254,8 @@ def _load(device: Device, keys: Iterable[tuple[str, str, str]], workers: int | N
     by_source: dict[str, list[str]] = {}
     for _, source, name in keys:
         by_source.setdefault(source, []).append(name)
-    for source, image in _images(device.arch, by_source, workers).items():
+    # A module is loaded while the next images are still read or compiled.
+    for source, image in _images(device.arch, by_source, workers):
         module = device.module(image)
         for name in by_source[source]:
             device.memo[(__name__, source, name)] = module.kernel(name)
@@ -262,19 +264,15 @@ def _load(device: Device, keys: Iterable[tuple[str, str, str]], workers: int | N
 
 def _images(
     arch: str, by_source: Mapping[str, Sequence[str]], workers: int | None
-) -> dict[str, CompiledImage]:
+) -> Iterator[tuple[str, CompiledImage]]:
     # The largest first, so that no thread begins a long one when the others are done.
     root = cuda_src_root()
     order = sorted(by_source, key=lambda source: -len(by_source[source]))
     jobs = [Job(root / source, arch, _templates(by_source[source])) for source in order]
-    made = dict(zip(order, compile_many(jobs, workers=workers), strict=True))
-    found: dict[str, CompiledImage] = {}
-    for source in by_source:
-        image = made[source]
+    for source, image in zip(order, compile_each(jobs, workers=workers), strict=True):
         if isinstance(image, CompileError):
             raise image
-        found[source] = image
-    return found
+        yield source, image
 
 
 def _templates(names: Iterable[str]) -> tuple[str, ...]:

@@ -102,7 +102,7 @@ def test_preload_leaves_nothing_to_load(device, stream, monkeypatch):
     def refused(*args, **more):
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(registry, "compile_many", refused)
+    monkeypatch.setattr(registry, "compile_each", refused)
     with stream.capture("first use") as graph:  # loading would be refused here
         for s in specs:
             for instance in s.instances:
