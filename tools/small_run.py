@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from memra_lowlevel import Device, LaunchConfig, formats, launch
 from memra_lowlevel.cache import KvLayer, KvRing, RecurLayer, Recurrent, swa_retain_from
-from memra_lowlevel.kernels import kv_attend, latent_attend, registry
+from memra_lowlevel.kernels import kv_attend, latent_attend, latent_index, registry
 from memra_lowlevel.runtime import Stream
 
 PAIRS = [
@@ -108,6 +108,18 @@ def latent_tensor_cores(device: Device, stream: Stream) -> None:
     stream.sync()
 
 
+def selection(device: Device, stream: Stream) -> None:
+    """Choose of so many pools that several launches share the work."""
+    n_pools = 17_000
+    size = latent_index.scratch_bytes(1, n_pools)
+    latent_index.select(
+        stream, random(device, stream, 1, n_pools), device.empty((1, 67), np.int32, stream),
+        device.empty((size // 4,), np.int32, stream),
+        device.from_numpy(np.array([4 * n_pools], np.int32), stream), top_k=64, pool=4,
+    )  # fmt: skip
+    stream.sync()
+
+
 def convolution(device: Device, stream: Stream) -> None:
     """Convolve rows apart from the step that usually does it."""
     plan = Recurrent(96, 4, 2 * 32 * 32)
@@ -185,6 +197,7 @@ def main() -> int:
         planes(device, stream)
         convolution(device, stream)
         latent_tensor_cores(device, stream)
+        selection(device, stream)
         model(device, "tiny")
         model(device, "hybrid")
         layer_cache(device, stream)

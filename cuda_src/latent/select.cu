@@ -1,53 +1,32 @@
-// Exact choice of the best pools, in the order score descending, pool ascending, by a radix search
-// over the 32 bits of the score; ties are taken in ascending order of the pool. Scores that are not
+// Exact choice of the best pools, in the order score descending, pool ascending. Scores that are not
 // finite are never chosen; -0 equals +0. Integers only: both devices give the same bits.
 //
-// The launches are select_histogram<0>, <1>, <2>, select_count, select_write. Between them lie, per
-// row of queries:
-//   histograms  i32 [3][SELECT_BINS], zero before the first launch
-//   state       u32 [8]: {digit 0 of the last chosen key, its rank under that digit (from 1),
-//               digits 0 and 1, rank under both, the key, how many equal to it are chosen,
-//               number of chosen pools, unused}; each word is written by one launch
-//   counts      i32 [n_segments]: keys above the last chosen one, and 65536 * those equal to it
+// The greatest keys of many groups bound the wanted key from below: whoever wants k pools may forget
+// all keys below the k-th greatest of the groups' greatest. Few keys stay, unless most are equal. A
+// radix search over them finds the last chosen key; of those equal to it the first are taken.
+//
+// Few pools are one launch, select_choose. Many are three: select_maxima, select_filter,
+// select_choose. Between them lie, per row of queries, in u32 words:
+//   maxima  [ceil(n_pools / 32)]  greatest key of each group
+//   counts  [n_segments]          pools that stay, of each segment
+//   lists   [n_pools]             these pools, ascending, from the begin of their segment on
+#include "common/dependent.cuh"
 #include "common/device.cuh"
 
 constexpr int SELECT_THREADS = 256;
 constexpr int SELECT_OWN = 8;  // neighbouring pools of a thread
 constexpr int SELECT_SEGMENT = SELECT_THREADS * SELECT_OWN;
+constexpr int CHOOSE_THREADS = 1024;
+constexpr int CHOOSE_LISTED = 4096;  // pools that are kept at hand; of more, all scores are read
 constexpr int SELECT_BINS = 2048;
-constexpr int SELECT_GROUPS = 16;
-constexpr int SELECT_STATE = 8;
+constexpr int MOST_GROUPS = 1024;
+constexpr int LEAST_GROUP = 32, MOST_GROUP = WARP_LANES * SELECT_OWN;
 
 // Ascending with the score, and greater than 0; 0 if it is never chosen.
 __device__ __forceinline__ uint32_t select_key(float score) {
     const uint32_t bits = __float_as_uint(score + 0.0f);
     if ((bits & 0x7F800000u) == 0x7F800000u) return 0;
     return bits >> 31 ? ~bits : bits | 0x80000000u;
-}
-
-template <int PASS>
-__device__ __forceinline__ uint32_t select_digit(uint32_t key) {
-    return PASS == 0 ? key >> 21 : PASS == 1 ? key >> 10 & 2047u : key & 1023u;
-}
-
-// Sum of `value` over the lower threads of the block; `scratch` i32 [256 + 16 + 1] ends with the sum
-// of all, written by the last thread. A barrier must lie between two uses of the scratch.
-__device__ __forceinline__ int32_t sum_below(int32_t value, int32_t* scratch) {
-    constexpr int SIZE = SELECT_THREADS / SELECT_GROUPS;
-    const int thread = threadIdx.x;
-    scratch[thread] = value;
-    __syncthreads();
-    if (thread < SELECT_GROUPS) {
-        int32_t sum = 0;
-        for (int i = 0; i < SIZE; i++) sum += scratch[thread * SIZE + i];
-        scratch[SELECT_THREADS + thread] = sum;
-    }
-    __syncthreads();
-    int32_t below = 0;
-    for (int g = 0; g < thread / SIZE; g++) below += scratch[SELECT_THREADS + g];
-    for (int i = thread / SIZE * SIZE; i < thread; i++) below += scratch[i];
-    if (thread == SELECT_THREADS - 1) scratch[SELECT_THREADS + SELECT_GROUPS] = below + value;
-    return below;
 }
 
 // The pools a row may choose from, and how many it wants.
@@ -62,193 +41,271 @@ __device__ __forceinline__ Choice choice_of(int row, int32_t n_pools, int32_t po
     return {own, top_k / pool < own ? top_k / pool : own};
 }
 
-// Finds the digit that holds the `wanted`-th greatest key. `found` i32 [3] = {digit, rank within the
-// digit (from 1), wanted, reduced to what there is}; all 0 if there is nothing.
-__device__ __forceinline__ void find_digit(const int32_t* histogram, int32_t wanted,
-                                           int32_t* scratch, int32_t* found) {
-    constexpr int OWN = SELECT_BINS / SELECT_THREADS;
-    const int thread = threadIdx.x;
-    int32_t sum = 0;
-#pragma unroll
-    for (int i = 0; i < OWN; i++) sum += histogram[SELECT_BINS - 1 - (thread * OWN + i)];
-    int32_t above = sum_below(sum, scratch);
-    if (thread < 3) found[thread] = 0;
-    __syncthreads();
-    const int32_t all = scratch[SELECT_THREADS + SELECT_GROUPS];
-    const int32_t rank = wanted < all ? wanted : all;
-    if (above < rank && rank <= above + sum) {
-#pragma unroll
-        for (int i = 0; i < OWN; i++) {
-            const int digit = SELECT_BINS - 1 - (thread * OWN + i);
-            const int32_t here = histogram[digit];
-            if (above < rank && rank <= above + here) {
-                found[0] = digit;
-                found[1] = rank - above;
-                found[2] = rank;
-            }
-            above += here;
-        }
-    }
-    __syncthreads();
+// Neighbouring pools that share a maximum: about 1024 groups, of 32 to 256.
+__device__ __forceinline__ int32_t group_of(int32_t n_pools) {
+    int32_t group = LEAST_GROUP;
+    while (group < MOST_GROUP && group * MOST_GROUPS < n_pools) group *= 2;
+    return group;
 }
 
-// Counts the digits of pass PASS over the keys whose higher digits are those of the last chosen one.
-// Grid (n_segments, n_rows), 256 threads.
+// Sum of `value` over the lower threads of the block, and of all; `scratch` i32 [warps + 1]. A barrier
+// must lie between two uses of the scratch.
+__device__ __forceinline__ int2 sum_below(int32_t value, int32_t* scratch) {
+    const int warp = threadIdx.x / WARP_LANES, lane = threadIdx.x % WARP_LANES;
+    int32_t own = value;
+#pragma unroll
+    for (int offset = 1; offset < WARP_LANES; offset *= 2) {
+        const int32_t other = __shfl_up_sync(FULL_MASK, own, offset);
+        own += lane >= offset ? other : 0;
+    }
+    if (lane == WARP_LANES - 1) scratch[warp] = own;
+    __syncthreads();
+    // Every warp adds up the sums of all warps, at most 32.
+    const int n_warps = blockDim.x / WARP_LANES;
+    int32_t sums = lane < n_warps ? scratch[lane] : 0;
+#pragma unroll
+    for (int offset = 1; offset < WARP_LANES; offset *= 2) {
+        const int32_t other = __shfl_up_sync(FULL_MASK, sums, offset);
+        sums += lane >= offset ? other : 0;
+    }
+    const int32_t before = __shfl_sync(FULL_MASK, sums, warp == 0 ? 0 : warp - 1);
+    return make_int2((warp == 0 ? 0 : before) + own - value,
+                     __shfl_sync(FULL_MASK, sums, WARP_LANES - 1));
+}
+
+// A radix search for the `wanted`-th greatest of n keys.
+struct Search {
+    int32_t bins[SELECT_BINS];
+    int32_t scratch[WARP_LANES];
+    int32_t found[3];
+
+    // Of the keys whose bits above `shift + bits` are those of `prefix` (all of them at first): the
+    // digit of the wanted-th greatest, its rank under that digit (from 1), and `wanted`, reduced to
+    // what there is. Without any key all are 0. Keys that are 0 do not count.
+    template <class Key>
+    __device__ __forceinline__ int3 digit(int shift, int bits, uint32_t prefix, int32_t wanted, int32_t n,
+                                          Key key_at) {
+        constexpr int LEAST_THREADS = 256;
+        const int thread = threadIdx.x, n_threads = blockDim.x;
+        for (int i = thread; i < SELECT_BINS; i += n_threads) bins[i] = 0;
+        if (thread < 3) found[thread] = 0;
+        __syncthreads();
+        for (int32_t i = thread; i < n; i += n_threads) {
+            const uint32_t key = key_at(i);
+            if (key != 0 && uint32_t(uint64_t(key) >> (shift + bits)) == prefix)
+                atomicAdd(bins + (key >> shift & ((1u << bits) - 1)), 1);
+        }
+        __syncthreads();
+        const int own = SELECT_BINS / n_threads;  // neighbouring bins of a thread, from the top down
+        int32_t here[SELECT_BINS / LEAST_THREADS];
+        int32_t sum = 0;
+#pragma unroll
+        for (int i = 0; i < SELECT_BINS / LEAST_THREADS; i++) {
+            here[i] = i < own ? bins[SELECT_BINS - 1 - (thread * own + i)] : 0;
+            sum += here[i];
+        }
+        const int2 sums = sum_below(sum, scratch);
+        const int32_t rank = wanted < sums.y ? wanted : sums.y;
+        int32_t above = sums.x;
+        if (above < rank && rank <= above + sum) {
+#pragma unroll
+            for (int i = 0; i < SELECT_BINS / LEAST_THREADS; i++) {
+                if (above < rank && rank <= above + here[i]) {
+                    found[0] = SELECT_BINS - 1 - (thread * own + i);
+                    found[1] = rank - above;
+                    found[2] = rank;
+                }
+                above += here[i];
+            }
+        }
+        __syncthreads();
+        return make_int3(found[0], found[1], found[2]);
+    }
+
+    // A key that at least `wanted` of the keys reach, 1 if there are fewer: exact in 22 bits.
+    template <class Key>
+    __device__ __forceinline__ uint32_t bound(int32_t wanted, int32_t n, Key key_at) {
+        const int3 high = digit(21, 11, 0, wanted, n, key_at);
+        __syncthreads();  // the bins are free
+        const int3 low = digit(10, 11, uint32_t(high.x), high.y, n, key_at);
+        const uint32_t key = uint32_t(high.x) << 21 | uint32_t(low.x) << 10;
+        return high.z < wanted || key == 0 ? 1u : key;
+    }
+};
+
+// The greatest key of each group. Grid (n_segments, n_rows), 256 threads.
 //   scores  f32 [n_rows, stride]; row r sees pools below (len + r + 1 - counted) / pool, at most
-//           n_pools, of which the top_k / pool best are chosen
-template <int PASS>
-__global__ void __launch_bounds__(SELECT_THREADS, 1)
-    select_histogram(const float* __restrict__ scores, int32_t* histograms, uint32_t* states,
-                     int32_t pool, int32_t n_pools, int32_t stride, int32_t top_k, int32_t counted,
-                     const int32_t* __restrict__ len_d) {
-    __shared__ int32_t bins[SELECT_BINS];
-    __shared__ int32_t scratch[SELECT_THREADS + SELECT_GROUPS + 1];
-    __shared__ int32_t found[3];
-    const int thread = threadIdx.x;
+//           n_pools
+KERNEL void __launch_bounds__(SELECT_THREADS)
+    select_maxima(const float* __restrict__ scores, uint32_t* __restrict__ maxima, int32_t pool,
+                  int32_t n_pools, int32_t stride, int32_t counted,
+                  const int32_t* __restrict__ len_d) {
+    admit_successor();
+    await_predecessor();
     const int row = blockIdx.y;
-    const Choice choice = choice_of(row, n_pools, pool, top_k, counted, len_d);
-    const int32_t first = int32_t(blockIdx.x) * SELECT_SEGMENT;
-    int32_t* own = histograms + size_t(row) * 3 * SELECT_BINS;
-    uint32_t* state = states + size_t(row) * SELECT_STATE;
-    // Block 0 always works, because it leaves the state.
-    if (first < choice.n_pools || blockIdx.x == 0) {
-        uint32_t prefix = 0;
-        if constexpr (PASS > 0) {
-            const int32_t wanted = PASS == 1 ? choice.wanted : int32_t(state[1]);
-            find_digit(own + (PASS - 1) * SELECT_BINS, wanted, scratch, found);
-            prefix = PASS == 1 ? uint32_t(found[0]) : state[0] << 11 | uint32_t(found[0]);
-            if (blockIdx.x == 0 && thread == 0) {
-                state[2 * PASS - 2] = prefix;
-                state[2 * PASS - 1] = uint32_t(found[1]);
-                if (PASS == 1) state[6] = uint32_t(found[2]);
-            }
-        }
-        for (int i = thread; i < SELECT_BINS; i += SELECT_THREADS) bins[i] = 0;
-        __syncthreads();
-        for (int i = 0; i < SELECT_OWN; i++) {
-            const int32_t p = first + i * SELECT_THREADS + thread;
-            if (p < choice.n_pools) {
-                const uint32_t key = select_key(scores[size_t(row) * stride + p]);
-                const bool same = PASS == 0   ? true
-                                  : PASS == 1 ? select_digit<0>(key) == prefix
-                                              : key >> 10 == prefix;
-                if (key != 0 && same) atomicAdd(bins + select_digit<PASS>(key), 1);
-            }
-        }
-        __syncthreads();
-        for (int i = thread; i < SELECT_BINS; i += SELECT_THREADS)
-            if (bins[i] != 0) atomicAdd(own + PASS * SELECT_BINS + i, bins[i]);
+    const Choice choice = choice_of(row, n_pools, pool, 0, counted, len_d);
+    const int32_t first = int32_t(blockIdx.x) * SELECT_SEGMENT + threadIdx.x * SELECT_OWN;
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < SELECT_OWN; i++) {
+        const uint32_t key =
+            first + i < choice.n_pools ? select_key(scores[size_t(row) * stride + first + i]) : 0;
+        most = key > most ? key : most;
     }
+    const int32_t group = group_of(choice.n_pools);
+#pragma unroll
+    for (int offset = 1; offset < WARP_LANES; offset *= 2) {
+        const uint32_t other = __shfl_xor_sync(FULL_MASK, most, offset);
+        if (offset * SELECT_OWN < group) most = other > most ? other : most;
+    }
+    if (first % group == 0 && first < choice.n_pools)
+        maxima[size_t(row) * ((n_pools + LEAST_GROUP - 1) / LEAST_GROUP) + first / group] = most;
 }
 
-// Counts what every segment contributes. Grid (n_segments, n_rows), 256 threads.
-KERNEL void __launch_bounds__(SELECT_THREADS, 1)
-    select_count(const float* __restrict__ scores, const int32_t* __restrict__ histograms,
-                 uint32_t* states, int32_t* __restrict__ counts, int32_t pool, int32_t n_pools,
-                 int32_t stride, int32_t top_k, int32_t counted,
-                 const int32_t* __restrict__ len_d) {
-    __shared__ int32_t scratch[SELECT_THREADS + SELECT_GROUPS + 1];
-    __shared__ int32_t found[3];
-    const int thread = threadIdx.x;
+// Lists the pools that may be among the top_k / pool best. Grid (n_segments, n_rows), 256 threads.
+KERNEL void __launch_bounds__(SELECT_THREADS)
+    select_filter(const float* __restrict__ scores, const uint32_t* __restrict__ maxima,
+                  uint32_t* __restrict__ counts, uint32_t* __restrict__ lists, int32_t pool,
+                  int32_t n_pools, int32_t stride, int32_t top_k, int32_t counted,
+                  const int32_t* __restrict__ len_d) {
+    __shared__ Search search;
+    admit_successor();
+    await_predecessor();
     const int row = blockIdx.y;
     const Choice choice = choice_of(row, n_pools, pool, top_k, counted, len_d);
-    const int32_t first = int32_t(blockIdx.x) * SELECT_SEGMENT;
-    uint32_t* state = states + size_t(row) * SELECT_STATE;
-    if (first < choice.n_pools || blockIdx.x == 0) {
-        find_digit(histograms + (size_t(row) * 3 + 2) * SELECT_BINS, int32_t(state[3]), scratch,
-                   found);
-        // Without a choice no key may count: none is as great as this.
-        const uint32_t least =
-            state[6] == 0 ? 0xFFFFFFFFu : state[2] << 10 | uint32_t(found[0]);
-        if (blockIdx.x == 0 && thread == 0) {
-            state[4] = least;
-            state[5] = uint32_t(found[1]);
-        }
-        int32_t count = 0;
-        for (int i = 0; i < SELECT_OWN; i++) {
-            const int32_t p = first + i * SELECT_THREADS + thread;
-            if (p < choice.n_pools) {
-                const uint32_t key = select_key(scores[size_t(row) * stride + p]);
-                count += key > least ? 1 : key == least ? 65536 : 0;
-            }
-        }
-        sum_below(count, scratch);
-        if (thread == SELECT_THREADS - 1)
-            counts[size_t(row) * gridDim.x + blockIdx.x] =
-                scratch[SELECT_THREADS + SELECT_GROUPS];
-    }
+    const int32_t first = int32_t(blockIdx.x) * SELECT_SEGMENT + threadIdx.x * SELECT_OWN;
+    const int32_t group = group_of(choice.n_pools), n_groups = (choice.n_pools + group - 1) / group;
+    uint32_t keys[SELECT_OWN];
+#pragma unroll
+    for (int i = 0; i < SELECT_OWN; i++)
+        keys[i] = first + i < choice.n_pools ? select_key(scores[size_t(row) * stride + first + i]) : 0;
+    const uint32_t* const own = maxima + size_t(row) * ((n_pools + LEAST_GROUP - 1) / LEAST_GROUP);
+    const uint32_t least = search.bound(choice.wanted, n_groups, [&](int32_t i) { return own[i]; });
+    int32_t count = 0;
+#pragma unroll
+    for (int i = 0; i < SELECT_OWN; i++) count += keys[i] >= least ? 1 : 0;
+    const int2 sums = sum_below(count, search.scratch);
+    const uint32_t to_segment = blockIdx.x;
+    uint32_t* to = lists + size_t(row) * n_pools + size_t(to_segment) * SELECT_SEGMENT + sums.x;
+#pragma unroll
+    for (int i = 0; i < SELECT_OWN; i++)
+        if (keys[i] >= least) *to++ = uint32_t(first + i);
+    if (threadIdx.x == 0) counts[size_t(row) * gridDim.x + to_segment] = uint32_t(sums.y);
 }
 
-// Writes the list of rows. Grid (n_segments, n_rows), 256 threads.
+// Chooses, and writes the list of rows. Grid (n_rows), 1024 threads.
+//   counts, lists  null: all pools are looked at
 //   out      i32 [n_rows, width]: the rows of the chosen pools in ascending order, the rows of the
 //            pool that is not complete, then -1
 //   width_d  i32[1] or null: entries that can differ from -1 for the last row of the launch
-KERNEL void __launch_bounds__(SELECT_THREADS, 1)
-    select_write(const float* __restrict__ scores, const uint32_t* __restrict__ states,
-                 const int32_t* __restrict__ counts, int32_t* __restrict__ out,
-                 int32_t* NULLABLE width_d, int32_t pool, int32_t n_pools, int32_t stride,
-                 int32_t top_k, int32_t width, int32_t counted,
-                 const int32_t* __restrict__ len_d) {
-    __shared__ int32_t scratch[SELECT_THREADS + SELECT_GROUPS + 1];
-    const int thread = threadIdx.x;
-    const int row = blockIdx.y;
+KERNEL void __launch_bounds__(CHOOSE_THREADS)
+    select_choose(const float* __restrict__ scores, const uint32_t* NULLABLE counts,
+                  const uint32_t* NULLABLE lists, int32_t n_segments, int32_t* __restrict__ out,
+                  int32_t* NULLABLE width_d, int32_t pool, int32_t n_pools, int32_t stride,
+                  int32_t top_k, int32_t width, int32_t counted,
+                  const int32_t* __restrict__ len_d) {
+    __shared__ Search search;
+    __shared__ uint32_t keys[CHOOSE_LISTED];
+    __shared__ int32_t pools[CHOOSE_LISTED];
+    admit_successor();
+    await_predecessor();
+    const int thread = threadIdx.x, row = blockIdx.x;
     const Choice choice = choice_of(row, n_pools, pool, top_k, counted, len_d);
-    const int32_t first = int32_t(blockIdx.x) * SELECT_SEGMENT;
-    const uint32_t* state = states + size_t(row) * SELECT_STATE;
-    const uint32_t least = state[4];
-    const int32_t n_equal = int32_t(state[5]);
-    const int32_t n_chosen = int32_t(state[6]);
-    int32_t* own = out + size_t(row) * width;
-    if (first < choice.n_pools) {
-        // Segments before this one: their sums are at most 2048 each, but many.
-        int32_t above = 0, equal = 0;
-        for (int s = thread; s < int(blockIdx.x); s += SELECT_THREADS) {
-            const int32_t both = counts[size_t(row) * gridDim.x + s];
-            above += both & 65535;
-            equal += both >> 16;
-        }
-        sum_below(above, scratch);
-        __syncthreads();
-        above = scratch[SELECT_THREADS + SELECT_GROUPS];
-        sum_below(equal, scratch);
-        __syncthreads();
-        equal = scratch[SELECT_THREADS + SELECT_GROUPS];
+    const float* const own = scores + size_t(row) * stride;
+    const int32_t share = (choice.n_pools + CHOOSE_THREADS - 1) / CHOOSE_THREADS;
+    const int32_t begin = thread * share;
+    const int32_t end = begin + share < choice.n_pools ? begin + share : choice.n_pools;
 
-        uint32_t keys[SELECT_OWN];
+    // What may be chosen, ascending, if it is not too much.
+    int32_t n = 0;
+    if (counts != nullptr) {
+        // A thread has neighbouring segments.
+        const int own_segments = (n_segments + CHOOSE_THREADS - 1) / CHOOSE_THREADS;
+        const uint32_t* const own_counts = counts + size_t(row) * n_segments;
+        const auto count_of = [&](int s) {
+            return s < n_segments && s * int64_t(SELECT_SEGMENT) < choice.n_pools
+                       ? int32_t(own_counts[s])
+                       : 0;
+        };
         int32_t count = 0;
-#pragma unroll
-        for (int i = 0; i < SELECT_OWN; i++) {
-            const int32_t p = first + thread * SELECT_OWN + i;
-            keys[i] = p < choice.n_pools ? select_key(scores[size_t(row) * stride + p]) : 0;
-            count += keys[i] > least ? 1 : keys[i] == least ? 65536 : 0;
+        for (int s = 0; s < own_segments; s++) count += count_of(thread * own_segments + s);
+        const int2 sums = sum_below(count, search.scratch);
+        n = sums.y;
+        int32_t at = sums.x;
+        for (int s = 0; s < own_segments && n <= CHOOSE_LISTED; s++) {
+            const int segment = thread * own_segments + s;
+            const uint32_t* from = lists + size_t(row) * n_pools + size_t(segment) * SELECT_SEGMENT;
+            for (int32_t i = count_of(segment); i > 0; i--) pools[at++] = int32_t(*from++);
         }
-        const int32_t below = sum_below(count, scratch);
-        above += below & 65535;
-        equal += below >> 16;
-#pragma unroll
-        for (int i = 0; i < SELECT_OWN; i++) {
-            const bool greater = keys[i] > least;
-            const bool tie = keys[i] == least;
-            if (greater || (tie && equal < n_equal)) {
-                const int32_t rank = above + (equal < n_equal ? equal : n_equal);
-                const int32_t p = first + thread * SELECT_OWN + i;
-                for (int s = 0; s < pool; s++) {
-                    const int32_t at = rank * pool + s;
-                    if (at < width) own[at] = p * pool + s;
-                }
+        __syncthreads();
+        for (int32_t i = thread; i < n && n <= CHOOSE_LISTED; i += CHOOSE_THREADS)
+            keys[i] = select_key(own[pools[i]]);
+    } else {
+        uint32_t most = 0;
+        for (int32_t p = begin; p < end; p++) {
+            const uint32_t key = select_key(own[p]);
+            most = key > most ? key : most;
+        }
+        keys[thread] = most;
+        const uint32_t least =
+            search.bound(choice.wanted, CHOOSE_THREADS, [&](int32_t i) { return keys[i]; });
+        int32_t count = 0;
+        for (int32_t p = begin; p < end; p++) count += select_key(own[p]) >= least ? 1 : 0;
+        const int2 sums = sum_below(count, search.scratch);
+        n = sums.y;
+        int32_t at = sums.x;
+        for (int32_t p = begin; p < end && n <= CHOOSE_LISTED; p++) {
+            const uint32_t key = select_key(own[p]);
+            if (key >= least) keys[at] = key, pools[at] = p, at++;
+        }
+    }
+
+    // Every search begins with a barrier: then keys and pools are there.
+    const bool listed = n <= CHOOSE_LISTED;
+    n = listed ? n : choice.n_pools;
+    const auto key_at = [&](int32_t i) { return listed ? keys[i] : select_key(own[i]); };
+    const int3 high = search.digit(21, 11, 0, choice.wanted, n, key_at);
+    __syncthreads();  // the bins are free
+    const int3 middle = search.digit(10, 11, uint32_t(high.x), high.y, n, key_at);
+    const uint32_t prefix = uint32_t(high.x) << 11 | uint32_t(middle.x);
+    __syncthreads();
+    const int3 low = search.digit(0, 10, prefix, middle.y, n, key_at);
+    const int32_t n_chosen = high.z, n_equal = low.y;
+    // Without a choice no key may count: none is as great as this.
+    const uint32_t last = n_chosen == 0 ? 0xFFFFFFFFu : prefix << 10 | uint32_t(low.x);
+
+    // Ranks: a thread has neighbouring candidates.
+    const int32_t each = (n + CHOOSE_THREADS - 1) / CHOOSE_THREADS;
+    const int32_t to = (thread + 1) * each < n ? (thread + 1) * each : n;
+    int32_t greater = 0, equal = 0;
+    for (int32_t i = thread * each; i < to; i++) {
+        const uint32_t key = key_at(i);
+        greater += key > last ? 1 : 0;
+        equal += key == last ? 1 : 0;
+    }
+    int32_t above = sum_below(greater, search.scratch).x;
+    __syncthreads();
+    int32_t ties = sum_below(equal, search.scratch).x;
+    int32_t* const list = out + size_t(row) * width;
+    for (int32_t i = thread * each; i < to; i++) {
+        const uint32_t key = key_at(i);
+        if (key > last || (key == last && ties < n_equal)) {
+            const int32_t rank = above + (ties < n_equal ? ties : n_equal);
+            const int32_t p = listed ? pools[i] : i;
+            for (int s = 0; s < pool; s++) {
+                const int32_t at = rank * pool + s;
+                if (at < width) list[at] = p * pool + s;
             }
-            above += greater ? 1 : 0;
-            equal += tie ? 1 : 0;
         }
+        above += key > last ? 1 : 0;
+        ties += key == last ? 1 : 0;
     }
-    if (blockIdx.x == 0) {
-        const int64_t visible = int64_t(len_d[0]) + row + 1 - counted;
-        const int32_t tail = int32_t(visible % pool);
-        for (int32_t at = n_chosen * pool + thread; at < width; at += SELECT_THREADS) {
-            const int32_t s = at - n_chosen * pool;
-            own[at] = s < tail ? int32_t(visible - tail + s) : -1;
-        }
-        if (width_d != nullptr && thread == 0 && row == int(gridDim.y) - 1)
-            width_d[0] = choice.wanted * pool + pool - 1;
+    const int64_t visible = int64_t(len_d[0]) + row + 1 - counted;
+    const int32_t tail = int32_t(visible % pool);
+    for (int32_t at = n_chosen * pool + thread; at < width; at += CHOOSE_THREADS) {
+        const int32_t s = at - n_chosen * pool;
+        list[at] = s < tail ? int32_t(visible - tail + s) : -1;
     }
+    if (width_d != nullptr && thread == 0 && row == int(gridDim.x) - 1)
+        width_d[0] = choice.wanted * pool + pool - 1;
 }

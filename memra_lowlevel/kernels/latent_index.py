@@ -38,8 +38,9 @@ MAX_HEADS = 1024
 
 _THREADS = 128
 _SEGMENT = 2048
-_BINS = 2048
-_STATE = 8
+_LEAST_GROUP = 32
+_AT_ONCE = 16384
+"""Most pools that one thread block chooses from without help."""
 
 _BITS = Tolerance("bitwise", 0.0, "every rounding is fixed, because scores decide ties")
 _INTEGERS = Tolerance("bitwise", 0.0, "integer comparisons")
@@ -72,36 +73,19 @@ registry.register(
         hot=True,
         same_bits=True,
     ),
-    KernelSpec(
-        name="select_histogram",
-        source="latent/select.cu",
-        entry="select_histogram<{digit}>",
-        instances=tuple({"digit": i} for i in range(3)),
-        oracle="memra_lowlevel.reference.latent:select",
-        tolerance=_INTEGERS,
-        edges=_SELECT_EDGES,
-        hot=True,
-        same_bits=True,
-    ),
-    KernelSpec(
-        name="select_count",
-        source="latent/select.cu",
-        entry="select_count",
-        oracle="memra_lowlevel.reference.latent:select",
-        tolerance=_INTEGERS,
-        edges=_SELECT_EDGES,
-        hot=True,
-        same_bits=True,
-    ),
-    KernelSpec(
-        name="select_write",
-        source="latent/select.cu",
-        entry="select_write",
-        oracle="memra_lowlevel.reference.latent:select",
-        tolerance=_INTEGERS,
-        edges=_SELECT_EDGES,
-        hot=True,
-        same_bits=True,
+    *(
+        KernelSpec(
+            name=name,
+            source="latent/select.cu",
+            entry=name,
+            oracle="memra_lowlevel.reference.latent:select",
+            tolerance=_INTEGERS,
+            edges=_SELECT_EDGES,
+            hot=True,
+            same_bits=True,
+            pdl="waits",
+        )
+        for name in ("select_maxima", "select_filter", "select_choose")
     ),
 )
 
@@ -113,8 +97,7 @@ def prepare(device: Device) -> None:
         [
             ("index_append", {}),
             *(("index_scores", {"heads": h, "pools": p}) for h, p in ((8, 1), (32, 1), (32, 2))),
-            *(("select_histogram", {"digit": i}) for i in range(3)),
-            ("select_count", {}), ("select_write", {}),
+            *((name, {}) for name in ("select_maxima", "select_filter", "select_choose")),
         ],
     )  # fmt: skip
 
@@ -244,7 +227,9 @@ def list_width(top_k: int, pool: int, n_pools: int) -> int:
 
 def scratch_bytes(n: int, n_pools: int) -> int:
     """Bytes of scratch that :func:`select` needs for n queries over ``n_pools`` pools."""
-    return 4 * n * (3 * _BINS + _STATE + _segments(n_pools))
+    if n_pools <= _AT_ONCE:
+        return 4
+    return 4 * n * (-(-n_pools // _LEAST_GROUP) + _segments(n_pools) + n_pools)
 
 
 def select(
@@ -297,26 +282,29 @@ def select(
                        str(scratch.n_bytes))  # fmt: skip
     if n == 0:
         return
-    segments, at = _segments(n_pools), 4 * n * 3 * _BINS
-    histograms = scratch.view(0, (n * 3 * _BINS,), np.int32)
-    states = scratch.view(at, (n * _STATE,), np.uint32)
-    counts = scratch.view(at + 4 * n * _STATE, (n * segments,), np.int32)
-    histograms.fill(stream, 0)
-    config = LaunchConfig((segments, n, 1), 256)
-    device = stream.device
-    for digit in range(3):
+    device, segments = stream.device, _segments(n_pools)
+    counts: Buffer | None = None
+    lists: Buffer | None = None
+    following = device.kind == "cuda" and int(device.arch[3:]) >= 90
+    if n_pools > _AT_ONCE:
+        n_groups = -(-n_pools // _LEAST_GROUP)
+        maxima = scratch.view(0, (n * n_groups,), np.uint32)
+        counts = scratch.view(4 * n * n_groups, (n * segments,), np.uint32)
+        lists = scratch.view(4 * n * (n_groups + segments), (n * n_pools,), np.uint32)
         launch(
-            stream, config, _kernel(device, "select_histogram", digit=digit),
-            scores, histograms, states, pool, n_pools, n_pools, top_k, counted, len_d,
+            stream, LaunchConfig((segments, n, 1), 256), _kernel(device, "select_maxima"),
+            scores, maxima, pool, n_pools, n_pools, counted, len_d,
+        )  # fmt: skip
+        launch(
+            stream, LaunchConfig((segments, n, 1), 256, programmatic=following),
+            _kernel(device, "select_filter"),
+            scores, maxima, counts, lists, pool, n_pools, n_pools, top_k, counted, len_d,
         )  # fmt: skip
     launch(
-        stream, config, _kernel(device, "select_count"),
-        scores, histograms, states, counts, pool, n_pools, n_pools, top_k, counted, len_d,
-    )  # fmt: skip
-    launch(
-        stream, config, _kernel(device, "select_write"),
-        scores, states, counts, out, width_d, pool, n_pools, n_pools, top_k, out.shape[1],
-        counted, len_d,
+        stream, LaunchConfig(n, 1024, programmatic=following and counts is not None),
+        _kernel(device, "select_choose"),
+        scores, counts, lists, segments, out, width_d, pool, n_pools, n_pools, top_k,
+        out.shape[1], counted, len_d,
     )  # fmt: skip
 
 

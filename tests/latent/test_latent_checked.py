@@ -16,8 +16,8 @@ from memra_lowlevel.reference import latent as oracle
 ORDERS = ("forward", "reverse")
 NAMES = (
     "index_append", "index_scores", "latent_append", "latent_combine", "latent_mma",
-    "latent_mma_combine", "latent_partial", "latent_project", "latent_rotate", "select_count",
-    "select_histogram", "select_write",
+    "latent_mma_combine", "latent_partial", "latent_project", "latent_rotate", "select_choose",
+    "select_filter", "select_maxima",
 )  # fmt: skip
 
 
@@ -144,37 +144,43 @@ def drive_index(source, orders=ORDERS, parts=("index_append", "index_scores")):
         assert np.array_equal(scores, oracle.scores(q, w, keys, 600, pool))
 
 
-SELECT = ("select_histogram", "select_count", "select_write")
+SELECT = ("select_maxima", "select_filter", "select_choose")
 
 
 def drive_select(source, orders=ORDERS, parts=SELECT):
+    """One launch over few pools; three over many, whose lists are short, and long."""
     rng = np.random.default_rng(3)
-    n, n_pools, pool, top_k = 1, 2300, 2, 200
-    scores = rng.integers(-9, 10, (n, n_pools)).astype(f32)
+    n, pool, top_k = 1, 2, 200
     width = top_k + pool - 1
-    grid, tail = (2, n), (i32(pool), i32(n_pools), i32(n_pools), i32(top_k))
-    sources = {part: source if part in parts else CLEAN / "select.cu" for part in SELECT}
-    for order in orders:
-        histograms, states = np.zeros((n, 3, 2048), i32), np.zeros((n, 8), np.uint32)
-        counts, out = np.zeros((n, 2), i32), np.full((n, width), 9, i32)
-        for digit in range(3):
-            # A mutated source is compiled for one digit, the one that does everything.
-            own = (
-                sources["select_histogram"] if digit == 1 or len(parts) > 2 else CLEAN / "select.cu"
-            )
-            quick(own, f"select_histogram<{digit}>")(
-                grid, 256, 0, scores, histograms, states, *tail, i32(0), word(4600), order=order
-            )
-        quick(sources["select_count"], "select_count")(
-            grid, 256, 0, scores, histograms, states, counts, *tail, i32(0), word(4600),
-            order=order,
-        )  # fmt: skip
-        quick(sources["select_write"], "select_write")(
-            grid, 256, 0, scores, states, counts, out, word(0), *tail, i32(width), i32(0),
-            word(4600), order=order,
-        )  # fmt: skip
-        for r in range(n):
-            assert out[r].tolist() == oracle.select(scores[r], 4601 + r, top_k, pool).tolist()
+    kernel = {
+        part: quick(source if part in parts else CLEAN / "select.cu", part) for part in SELECT
+    }
+    for n_pools, ties, many in ((1300, False, False), (2300, False, True), (5000, True, True)):
+        if not many and "select_choose" not in parts:
+            continue
+        scores = normal(rng, n, n_pools)
+        if ties:
+            scores = np.where(scores > 2.8, scores, f32(0))
+        segments = -(-n_pools // 2048)
+        some = (i32(pool), i32(n_pools), i32(n_pools))
+        seen = word(2 * n_pools)
+        for order in orders:
+            maxima, counts = np.zeros(-(-n_pools // 32), np.uint32), np.zeros(segments, np.uint32)
+            lists, out = np.zeros(n_pools, np.uint32), np.full((n, width), 9, i32)
+            if many:
+                kernel["select_maxima"]((segments, n), 256, 0, scores, maxima, *some, i32(0), seen,
+                                        order=order)  # fmt: skip
+                kernel["select_filter"]((segments, n), 256, 0, scores, maxima, counts, lists, *some,
+                                        i32(top_k), i32(0), seen, order=order)  # fmt: skip
+                assert top_k // pool <= counts.sum() and (counts.sum() > 4096) == ties
+            kernel["select_choose"](
+                n, 1024, 0, scores, counts if many else None, lists if many else None,
+                i32(segments), out, word(0), *some, i32(top_k), i32(width), i32(0), seen,
+                order=order,
+            )  # fmt: skip
+            for r in range(n):
+                wanted = oracle.select(scores[r], 2 * n_pools + 1 + r, top_k, pool)
+                assert out[r].tolist() == wanted.tolist()
 
 
 DRIVES = {
@@ -185,7 +191,7 @@ DRIVES = {
 
 CLEAN = cuda_src_root() / "latent"
 LEAST = {"append.cu": 4, "attend.cu": 9, "attend_mma.cu": 8, "index.cu": 2, "select.cu": 8}
-SHARED = {"sum_below": ("select_write",), "find_digit": ("select_histogram",)}
+SHARED = {name: ("select_choose",) for name in ("sum_below", "digit", "bound")}
 """Device functions with barriers, and a kernel that shows them."""
 
 

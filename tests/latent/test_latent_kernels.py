@@ -356,7 +356,9 @@ def score_planes(rng, n, n_pools, kind):
 KINDS = ("relu", "levels", "zero", "masked", "nothing", "wild", "uniform")
 
 
-def test_selection_is_that_of_a_sort_for_a_thousand_planes(rig, scale):
+@pytest.mark.parametrize("at_once", [16384, 0])
+def test_selection_is_that_of_a_sort_for_a_thousand_planes(rig, scale, at_once, monkeypatch):
+    monkeypatch.setattr(latent_index, "_AT_ONCE", at_once)  # one launch, or three
     rng = np.random.default_rng(10)
     tried, ties = 0, 0
     for kind in KINDS:
@@ -372,8 +374,11 @@ def test_selection_is_that_of_a_sort_for_a_thousand_planes(rig, scale):
     assert tried >= 1000 and ties >= 300
 
 
-@pytest.mark.parametrize("n_pools", [4096, 8192])
-def test_selection_over_several_segments(rig, n_pools):
+@pytest.mark.parametrize(
+    ("n_pools", "at_once"), [(4096, 0), (8192, 0), (8192, 16384), (20001, 16384)]
+)
+def test_selection_over_several_segments(rig, n_pools, at_once, monkeypatch):
+    monkeypatch.setattr(latent_index, "_AT_ONCE", at_once)
     rng = np.random.default_rng(n_pools)
     for kind in KINDS:
         scores = score_planes(rng, 1, n_pools, kind)
@@ -394,7 +399,9 @@ def test_selection_over_262144_pools(rig):
             assert got[r].tolist() == wanted.tolist(), kind
 
 
-def test_selection_does_not_depend_on_the_capacity(rig):
+@pytest.mark.parametrize("at_once", [16384, 0])
+def test_selection_does_not_depend_on_the_capacity(rig, at_once, monkeypatch):
+    monkeypatch.setattr(latent_index, "_AT_ONCE", at_once)
     rng = np.random.default_rng(12)
     for n_pools in (5, 64, 300):
         scores = score_planes(rng, 3, n_pools, "levels")

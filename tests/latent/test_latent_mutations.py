@@ -10,6 +10,7 @@ from latent_rig import Rig, same
 from memra_lowlevel import Device, errors
 from memra_lowlevel.cache.latent_tail import IndexTail
 from memra_lowlevel.compile import compile_source, cuda_src_root
+from memra_lowlevel.kernels import latent_index
 from memra_lowlevel.reference import latent as oracle
 
 SEQ, TOP_K = Sequence(64, seed=5), 16
@@ -33,8 +34,11 @@ INDEX = (
 SELECT = (
     ("no raw tail", "int32_t(visible % pool)", "0"),
     ("-0 below +0", "__float_as_uint(score + 0.0f)", "__float_as_uint(score)"),
-    ("ties from the end", "p = first + thread * SELECT_OWN + i;",
-     "p = first + (SELECT_THREADS - 1 - thread) * SELECT_OWN + i;"),
+    ("ties from the end", "keys[at] = key, pools[at] = p, at++;",
+     "keys[n - 1 - at] = key, pools[n - 1 - at] = p, at++;"),
+    ("a bound above the wanted key", "high.z < wanted || key == 0 ? 1u : key;", "key + 1024u;"),
+    ("segments in another order", "to_segment = blockIdx.x",
+     "to_segment = gridDim.x - 1 - blockIdx.x"),
     ("one pool too few", "top_k / pool < own ? top_k / pool : own",
      "top_k / pool < own ? top_k / pool - 1 : own"),
     ("no causality in the choice", "(int64_t(len_d[0]) + row + 1 - counted) / pool;",
@@ -98,8 +102,14 @@ def scores_and_zeros(stream, keys):
     if not same(rig.score(q, w, keys, 29, POOL)[:, :8], wanted[:, :8]):
         return False
     zeros = np.where(np.arange(32) % 3 == 0, np.float32(0), np.float32(-0.0))[None]
-    listed, _ = rig.select(zeros, 130, TOP_K, POOL)
-    return listed[0].tolist() == oracle.select(zeros[0], 131, TOP_K, POOL).tolist()
+    many = np.random.default_rng(7).standard_normal((1, 5000), np.float32)
+    for scores, top_k, at_once in ((zeros, TOP_K, 16384), (zeros, TOP_K, 0), (many, 400, 0)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(latent_index, "_AT_ONCE", at_once)
+            listed, _ = rig.select(scores, 20_002, top_k, POOL)
+        if listed[0].tolist() != oracle.select(scores[0], 20_003, top_k, POOL).tolist():
+            return False
+    return True
 
 
 def test_without_a_fault_the_comparison_holds():
@@ -114,8 +124,9 @@ def plant(monkeypatch, file, old, new):
     names = {
         "index.cu": {("index_append",): "index_append",
                      ("index_scores", 8, 1): "index_scores<8, 1>"},
-        "select.cu": {("select_histogram", i): f"select_histogram<{i}>" for i in range(3)}
-        | {("select_count",): "select_count", ("select_write",): "select_write"},
+        "select.cu": {
+            (name,): name for name in ("select_maxima", "select_filter", "select_choose")
+        },
     }[file]  # fmt: skip
     templates = tuple(n for n in names.values() if "<" in n)
     image = compile_source(
