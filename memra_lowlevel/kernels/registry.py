@@ -128,6 +128,8 @@ class KernelSpec:
         return tuple(self.expression(**instance) for instance in self.instances)
 
 
+_TOGETHER = 12  # instances of a source that are compiled and loaded as one module
+
 _specs: dict[str, KernelSpec] = {}
 _families_loaded = False
 _lock = threading.RLock()
@@ -230,7 +232,8 @@ def images(
     by_source: dict[str, list[str]] = {}
     for s in specs if specs is not None else all_specs():
         by_source.setdefault(s.source, []).extend(s.expressions)
-    found = dict(_images(arch, by_source, workers))
+    jobs = [(source, names) for source, names in by_source.items()]
+    found = {source: image for source, _, image in _images(arch, jobs, workers)}
     return {source: found[source] for source in by_source}
 
 
@@ -254,25 +257,34 @@ def _load(device: Device, keys: Iterable[tuple[str, str, str]], workers: int | N
     by_source: dict[str, list[str]] = {}
     for _, source, name in keys:
         by_source.setdefault(source, []).append(name)
+    jobs = [(source, part) for source, names in by_source.items() for part in _parts(names)]
     # A module is loaded while the next images are still read or compiled.
-    for source, image in _images(device.arch, by_source, workers):
+    for source, names, image in _images(device.arch, jobs, workers):
         module = device.module(image)
-        for name in by_source[source]:
+        for name in names:
             device.memo[(__name__, source, name)] = module.kernel(name)
-    return len(by_source)
+    return len(jobs)
+
+
+def _parts(names: Sequence[str]) -> list[Sequence[str]]:
+    """Divide the instances of a source, so that no thread has most of the work to itself."""
+    n = -(-len(names) // _TOGETHER)
+    return [names[i::n] for i in range(n)]
 
 
 def _images(
-    arch: str, by_source: Mapping[str, Sequence[str]], workers: int | None
-) -> Iterator[tuple[str, CompiledImage]]:
+    arch: str, jobs: Sequence[tuple[str, Sequence[str]]], workers: int | None
+) -> Iterator[tuple[str, Sequence[str], CompiledImage]]:
     # The largest first, so that no thread begins a long one when the others are done.
     root = cuda_src_root()
-    order = sorted(by_source, key=lambda source: -len(by_source[source]))
-    jobs = [Job(root / source, arch, _templates(by_source[source])) for source in order]
-    for source, image in zip(order, compile_each(jobs, workers=workers), strict=True):
+    order = sorted(jobs, key=lambda job: -len(job[1]))
+    made = compile_each(
+        [Job(root / source, arch, _templates(names)) for source, names in order], workers=workers
+    )
+    for (source, names), image in zip(order, made, strict=True):
         if isinstance(image, CompileError):
             raise image
-        yield source, image
+        yield source, names, image
 
 
 def _templates(names: Iterable[str]) -> tuple[str, ...]:
