@@ -105,3 +105,12 @@ __device__ __forceinline__ void load_across_x2(uint32_t* out, const uint8_t* bas
     }
 #endif
 }
+
+// x, held in a register: a compiler short of registers would else compute it anew from threadIdx, at
+// the latency of a special register.
+__device__ __forceinline__ int kept(int x) {
+#if MEMRA_CUDA
+    asm("" : "+r"(x));
+#endif
+    return x;
+}

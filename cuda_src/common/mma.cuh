@@ -8,7 +8,7 @@
 //   both            d[0] D[g][2t]   d[1] D[g][2t+1]   d[2] D[g+8][2t]   d[3] D[g+8][2t+1]
 //
 // The f16 product is summed in no defined order on a GPU (the host sums exactly and rounds once):
-// compare with a tolerance. The s8 product is exact in both worlds. Needs sm_80; all 32 lanes take
+// compare with a tolerance. The s8 products are exact in both worlds; mma_m16n8k32_s8u8 has B of u8. Needs sm_80; all 32 lanes take
 // part.
 #pragma once
 #include "common/device.cuh"
@@ -85,14 +85,43 @@ static __device__ __forceinline__ void mma_m16n8k32_s8(int32_t* d, const uint32_
 #endif
 }
 
+// The same with b of u8.
+static __device__ __forceinline__ void mma_m16n8k32_s8u8(int32_t* d, const uint32_t* a,
+                                                       const uint32_t* b, const int32_t* c) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%10,%11,%12,%13};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(c[0]), "r"(c[1]),
+        "r"(c[2]), "r"(c[3]));
+#elif __CUDA_ARCH__ >= 750
+  // m8n8k16 twice along k and twice along m: its fragments are these registers.
+  asm volatile(
+      "mma.sync.aligned.m8n8k16.row.col.s32.s8.u8.s32 {%0,%1}, {%2}, {%3}, {%4,%5};"
+      : "=r"(d[0]), "=r"(d[1]) : "r"(a[0]), "r"(b[0]), "r"(c[0]), "r"(c[1]));
+  asm volatile(
+      "mma.sync.aligned.m8n8k16.row.col.s32.s8.u8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
+      : "+r"(d[0]), "+r"(d[1]) : "r"(a[2]), "r"(b[1]));
+  asm volatile(
+      "mma.sync.aligned.m8n8k16.row.col.s32.s8.u8.s32 {%0,%1}, {%2}, {%3}, {%4,%5};"
+      : "=r"(d[2]), "=r"(d[3]) : "r"(a[1]), "r"(b[0]), "r"(c[2]), "r"(c[3]));
+  asm volatile(
+      "mma.sync.aligned.m8n8k16.row.col.s32.s8.u8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
+      : "+r"(d[2]), "+r"(d[3]) : "r"(a[3]), "r"(b[1]));
+#else
+#error "mma_m16n8k32_s8u8 needs sm_75"
+#endif
+}
+
 #else
 
 namespace memra {
 
 // Cells hold a (16 bytes) and b (8 bytes) of each lane; the last lane to arrive multiplies and leaves
 // four sums of 8 bytes in every cell.
-template <int K, int STEP, class Sum, class Decode>
-inline void multiply_tiles(uint8_t (*cells)[32], Decode decode) {
+template <int K, int STEP, class Sum, class Decode, class DecodeB>
+inline void multiply_tiles(uint8_t (*cells)[32], Decode decode, DecodeB decode_b) {
   Sum a[16][K], b[8][K];
   for (int lane = 0; lane < 32; ++lane) {
     const int g = lane / 4, t = lane % 4;
@@ -102,7 +131,7 @@ inline void multiply_tiles(uint8_t (*cells)[32], Decode decode) {
       for (int i = 0; i < 4; ++i) {
         a[g + (i & 1) * 8][STEP * t + e + (i >> 1) * (K / 2)] = decode(words[i], e);
       }
-      for (int i = 0; i < 2; ++i) b[g][STEP * t + e + i * (K / 2)] = decode(words[4 + i], e);
+      for (int i = 0; i < 2; ++i) b[g][STEP * t + e + i * (K / 2)] = decode_b(words[4 + i], e);
     }
   }
   for (int lane = 0; lane < 32; ++lane) {
@@ -130,15 +159,19 @@ inline double decode_bf16(uint32_t word, int e) {
 }
 
 inline int64_t decode_s8(uint32_t word, int e) { return int8_t(word >> (8 * e)); }
+inline int64_t decode_u8(uint32_t word, int e) { return uint8_t(word >> (8 * e)); }
 
 inline void combine_f16(uint8_t (*cells)[32], uint32_t) {
-  multiply_tiles<16, 2, double>(cells, decode_f16);
+  multiply_tiles<16, 2, double>(cells, decode_f16, decode_f16);
 }
 inline void combine_bf16(uint8_t (*cells)[32], uint32_t) {
-  multiply_tiles<16, 2, double>(cells, decode_bf16);
+  multiply_tiles<16, 2, double>(cells, decode_bf16, decode_bf16);
+}
+inline void combine_s8u8(uint8_t (*cells)[32], uint32_t) {
+  multiply_tiles<32, 4, int64_t>(cells, decode_s8, decode_u8);
 }
 inline void combine_s8(uint8_t (*cells)[32], uint32_t) {
-  multiply_tiles<32, 4, int64_t>(cells, decode_s8);
+  multiply_tiles<32, 4, int64_t>(cells, decode_s8, decode_s8);
 }
 
 template <class Sum, class T>
@@ -167,5 +200,7 @@ inline void mma(const Site* site, WarpCombine combine, T* d, const uint32_t* a, 
   memra::mma<double, float>(MEMRA_SITE, memra::combine_bf16, d, a, b, c)
 #define mma_m16n8k32_s8(d, a, b, c) \
   memra::mma<int64_t, int32_t>(MEMRA_SITE, memra::combine_s8, d, a, b, c)
+#define mma_m16n8k32_s8u8(d, a, b, c) \
+  memra::mma<int64_t, int32_t>(MEMRA_SITE, memra::combine_s8u8, d, a, b, c)
 
 #endif

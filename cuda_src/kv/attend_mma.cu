@@ -1,13 +1,14 @@
-// Split-KV decode attention with tensor cores over K q8_0 and V q5_1, in class `f16x2`.
+// Split-KV decode attention with integer tensor cores over K q8_0 and V q5_1, in class `exact`.
 //
-// A warp owns one kv head and up to 8 * SETS queries (a query = one row of one query head of the
-// group), in steps of 16 keys (common/attend_step.cuh); a thread block owns a range of keys and some
+// A team of D / 64 warps owns one kv head and up to Q queries (a query = one row of one query head of
+// the group), in steps of 32 keys (common/attend_step.cuh); a thread block owns a chunk of keys and some
 // neighbouring kv heads, whose slices of the rows it streams through shared memory.
 //
-// Chunks of keys at absolute positions each leave a weighted sum, a reference and a sum of weights;
-// attend_mma_combine joins them in a fixed order. Steps and chunks are a function of the position
-// alone: a row gets the same bits alone and among others, on a ring and on a flat plane, whichever
-// block takes a chunk.
+// The chunks of a row are multiples of 32 keys, at absolute positions, as long as it takes for
+// n_parts of them to hold what the row sees. Each leaves a weighted sum, a reference and a sum of
+// weights; attend_mma_combine joins them in order. Steps and chunks are a function of what the row sees
+// alone: it gets the same bits alone and among others, on a ring and on a flat plane, whichever block
+// takes a chunk. Rows whose chunks differ are taken one after the other.
 //
 // A scale or minimum that is not finite makes NaN of the outputs that see it.
 #include "common/attend_step.cuh"
@@ -16,27 +17,30 @@
 #include "common/dependent.cuh"
 #include "common/pipeline.cuh"
 
-constexpr int N_STAGES = 3;  // tiles of keys in flight or in use
+constexpr int N_STAGES = 3;  // tiles of STEP keys in flight or in use
 constexpr int COPY_ASYNC = 0, COPY_BULK = 1;
 #if MEMRA_CUDA && __CUDA_ARCH__ >= 900
 constexpr int COPY_BEST = COPY_BULK;
 #else
 constexpr int COPY_BEST = COPY_ASYNC;
 #endif
+// Warps of a block at most, by what its shared memory feeds.
+#if MEMRA_CUDA && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
+constexpr int WORKERS = 8;
+#else
+constexpr int WORKERS = 16;
+#endif
 constexpr float LN_2 = 0.6931471805599453f;
 
-// Chunks: 32 keys below 8192, 128 below 65536, 256 below 262144, then 512. Few enough for the
-// combination, and fine enough to be shared out evenly at every length; and so few steps to a chunk
-// that what the tensor cores cut off in its sums stays below 2e-6 of them.
-__device__ __forceinline__ int32_t part_of(int32_t key) {
-    const int32_t near = key < 8192 ? key >> 5 : 192 + (key >> 7);
-    const int32_t far = key < 262144 ? 448 + (key >> 8) : 960 + (key >> 9);
-    return key < 65536 ? near : far;
+// Keys of a chunk of a row that sees so many: at most n_parts chunks, wherever the first begins.
+__device__ __forceinline__ int32_t chunk_keys(int32_t seen, int32_t n_parts) {
+    const uint32_t span = uint32_t(n_parts - 1) * STEP;
+    return seen > 0 ? int32_t((uint32_t(seen) + span - 1) / span) * STEP : STEP;
 }
-__device__ __forceinline__ int32_t part_begin(int32_t part) {
-    const int32_t near = part < 256 ? part * 32 : (part - 192) * 128;
-    const int32_t far = part < 1472 ? (part - 448) * 256 : (part - 960) * 512;
-    return part < 704 ? near : far;
+
+// Most rows begin at key 0: spares them the division.
+__device__ __forceinline__ int32_t chunk_of(int32_t key, int32_t chunk) {
+    return key == 0 ? 0 : int32_t(uint32_t(key) / uint32_t(chunk));
 }
 
 // The planes and counters of a launch, or of one row of a table, in 32 bits; common/counters.cuh says
@@ -65,6 +69,17 @@ struct Plane {
     }
 };
 
+// What a warp needs now and then, in shared memory: registers are scarce.
+struct alignas(16) Place {
+    int4 keys;     // [x, y) of this chunk that some query sees, [z, w) that all see
+    int4 queries;  // row of the first query, first query of the team and behind the block, kv head
+    int4 rows;     // rows [x, y) of this round, its chunk, its keys of a chunk
+    int2 span;     // keys that some query of the round sees
+    Plane plane;
+    const uint8_t* k;  // slices of the rows, as if absolute row 0 was there
+    const uint8_t* v;
+};
+
 // Where the partial results of a launch lie: f32 [n_rows, n_heads, n_slots, D] weighted sums, then
 // f32 [n_rows, n_heads, n_slots, 2] references (as exponents of 2) and sums of weights.
 template <int D>
@@ -77,260 +92,293 @@ struct Partials {
         : sums(workspace), marks(workspace + size_t(n_rows) * n_heads * slots * D), n_slots(slots) {}
 };
 
-// Leaves the sums of a chunk in its slot, those of the queries below n_queries.
-template <int D, int SETS>
-__device__ __forceinline__ void end_part(const WarpState<D, SETS>& state,
-                                         const WarpTables<D, SETS>& tables, const Partials<D>& to,
-                                         int32_t part, int n_rows, int group,
-                                         int n_heads) {
-    const int first_row = tables.place.x, first_query = tables.place.y;
-    const int n_queries = tables.place.z;
-    const int32_t slot = part - tables.slot_zero;
-    const int kv_head = tables.place.w;
+// Spares a single row the division.
+__device__ __forceinline__ int row_of(int query, int group, int n_rows) {
+    return n_rows == 1 ? 0 : query / group;
+}
+
+// The slot of a query of the team in the partial results; -1 if it has none of this chunk.
+template <int D>
+__device__ __forceinline__ int64_t column_of(const Place& place, const Partials<D>& to, int query,
+                                             int group, int n_heads) {
+    query += place.queries.y;
+    const int row = row_of(query, group, place.queries.z <= group ? 1 : 2), chunk = place.rows.w;
+    if (query >= place.queries.z || row < place.rows.x || row >= place.rows.y) return -1;
+    const int2 keys = place.plane.seen(row);
+    const int32_t slot = place.rows.z - chunk_of(keys.x, chunk);
+    const bool there = slot >= 0 && int64_t(place.rows.z) * chunk < keys.y && slot < to.n_slots;
+    const int head = place.queries.w * group + query - row * group;
+    return there ? (int64_t(place.queries.x + row) * n_heads + head) * to.n_slots + slot : -1;
+}
+
+// Leaves the sums of a chunk.
+template <int D, int Q>
+__device__ __forceinline__ void end_chunk(const WarpState<D, Q>& state, const Partials<D>& to,
+                                          const Place& place, int member, int group, int n_heads) {
     const int lane = threadIdx.x % WARP_LANES, g = lane / 4, t = lane % 4;
+    float weight = state.weight;
+    weight = weight + __shfl_xor_sync(FULL_MASK, weight, 1);
+    weight = weight + __shfl_xor_sync(FULL_MASK, weight, 2);
+    const int64_t own = column_of(place, to, query_of_group<Q>(g), group, n_heads);
+    if (member == 0 && t == 0 && (Q == 8 || g % 2 == 0) && own >= 0)
+        *reinterpret_cast<float2*>(to.marks + own * 2) = make_float2(state.reference, weight);
+    constexpr int COLUMNS = Q == 8 ? 2 : 1;
+    int64_t column[COLUMNS];
 #pragma unroll
-    for (int s = 0; s < SETS; s++) {
-        float weight = state.weight[s];
-        weight = weight + __shfl_xor_sync(FULL_MASK, weight, 1);
-        weight = weight + __shfl_xor_sync(FULL_MASK, weight, 2);
-        size_t column[3];  // of the queries g, 2t, 2t + 1
+    for (int i = 0; i < COLUMNS; i++) 
+        column[i] = column_of(place, to, query_of_column<Q>(t, i), group, n_heads);
 #pragma unroll
-        for (int i = 0; i < 3; i++) {
-            const uint32_t query = first_query + s * SET + (i == 0 ? g : 2 * t + i - 1);
-            const uint32_t row = n_rows == 1 ? 0u : query / uint32_t(group);
-            const uint32_t head = kv_head * group + query - row * group;
-            column[i] = (size_t(first_row + row) * n_heads + head) * to.n_slots + slot;
-        }
-        const bool fits = slot < to.n_slots;
-        const int left = fits ? n_queries - s * SET : 0;
-        if (t == 0 && g < left)
-            *reinterpret_cast<float2*>(to.marks + column[0] * 2) =
-                make_float2(state.reference[s], weight);
+    for (int b = 0; b < 2; b++) {
+        float minima = state.minima[b];
+        minima = minima + __shfl_xor_sync(FULL_MASK, minima, 1);
+        minima = minima + __shfl_xor_sync(FULL_MASK, minima, 2);
+        const int channel = CHANNELS * member + 32 * b + 2 * half_word(b, g);
 #pragma unroll
-        for (int b = 0; b < D / 32; b++) {
-            float middle = state.middles[s][b];
-            middle = middle + __shfl_xor_sync(FULL_MASK, middle, 1);
-            middle = middle + __shfl_xor_sync(FULL_MASK, middle, 2);
-            const int channel = 32 * b + 2 * half_word(b, g);
+        for (int i = 0; i < COLUMNS; i++) {
+            const float base = __shfl_sync(FULL_MASK, minima, 8 * t + 4 * i);
+            float x[2][2];  // [half of the block][channel]
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const float base = __shfl_sync(FULL_MASK, middle, 8 * t + 4 * i);
-                const float* c = state.sums[s][b][0];
-                const float* c1 = state.sums[s][b][1];
-                if (2 * t + i < left) {
-                    float* row = to.sums + column[1 + i] * D + channel;
-                    *reinterpret_cast<float2*>(row) = make_float2(
-                        fmaf(c[i], 0x1p24f, base), fmaf(c1[i], 0x1p23f, base));
-                    *reinterpret_cast<float2*>(row + 16) =
-                        make_float2(fmaf(c[2 + i], 0x1p20f, base), fmaf(c1[2 + i], 0x1p19f, base));
+            for (int m = 0; m < 2; m++)
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    const auto& sums = state.sums;
+                    constexpr int LAST = WarpState<D, Q>::DIGITS - 1;
+                    const int at = Q == 8 ? 2 * r + i : 2 * r;
+                    const float digit0 = float(sums[0][2 * b + m][at]);
+                    const float digit1 = float(Q == 8 ? sums[1][2 * b + m][at] : sums[0][2 * b + m][at + 1]);
+                    const float digit2 = float(sums[LAST][2 * b + m][at]);
+                    const float total = fmaf(fmaf(digit2, 256.0f, digit1), 256.0f, digit0);
+                    x[r][m] = fmaf(total, m ? 0.5f : 1.0f, base);
                 }
+            if (column[i] >= 0) {
+                float* row = to.sums + column[i] * D + channel;
+                *reinterpret_cast<float2*>(row) = make_float2(x[0][0], x[0][1]);
+                *reinterpret_cast<float2*>(row + 16) = make_float2(x[1][0], x[1][1]);
             }
         }
     }
 }
 
-// Shared memory: N_STAGES tiles of keys_per_stage rows of K, then of V, of the block's heads; then
-// per warp WarpTables, then the shared fragments of q; then LaneOffsets; then with COPY_BULK
-// 2 * N_STAGES barriers.
+// Shared memory, all of it dynamic: N_STAGES tiles of STEP rows of K, then of V, of the block's heads;
+// per warp WarpTables; per team its Exchange, twice, and QueryTables; per warp its Place;
+// LaneOffsets; with COPY_BULK 3 * N_STAGES barriers.
 //
-// Grid (x: any number of blocks, which share the chunks; n_kv_heads / heads_per_block; query blocks),
-// heads_per_block * warps_per_head warps. A query block is
-// warps_per_head * SETS * 8 queries of all n_rows * group, or with a table of one row's group.
-// Slices of heads_per_block heads and whole rows of K and V are multiples of 16 bytes, planes and q
-// are 16-byte aligned. keys_per_stage: a multiple of 16. Other parameters as in kv/attend.cu.
-template <int D, int SETS, int COPY = COPY_BEST>
-__global__ void __launch_bounds__(256, D * SETS <= 128 ? 2 : 1)
+// Grid (x: any number of blocks, which share the chunks; n_kv_heads / HEADS; query blocks),
+// HEADS * teams_per_head * D / 64 warps. A query block is teams_per_head * Q queries of all n_rows * group, or with a table of one row's group. Slices of
+// HEADS heads and whole rows of K and V are multiples of 16 bytes, planes and q are 16-byte
+// aligned. n_parts: chunks that hold what a row sees; the same for all launches over a plane. tiled:
+// k_map and v_map describe the planes, with boxes of STEP rows as wide as a stage's. Other parameters as
+// in kv/attend.cu.
+template <int D, int Q, int HEADS, int COPY = COPY_BEST>
+__global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
     attend_mma(const float* __restrict__ q, const uint8_t* NULLABLE k_plane,
                const uint8_t* NULLABLE v_plane, int32_t n_rows, int32_t n_kv_heads, int32_t group,
                int32_t capacity, int32_t window, int32_t counted, float scale, float softcap,
                const int32_t* NULLABLE len_d, const int32_t* NULLABLE base_d,
                const uint64_t* NULLABLE table, float* __restrict__ workspace, int32_t n_slots,
-               int32_t heads_per_block, int32_t warps_per_head, int32_t keys_per_stage) {
+               int32_t n_parts, int32_t teams_per_head,
+               const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
+               int32_t tiled) {
+    constexpr int TEAM = team_size<D>();
     constexpr int K_HEAD = D / 32 * K_BLOCK_BYTES, V_HEAD = D / 32 * V_BLOCK_BYTES;
+    constexpr int slice_k = HEADS * K_HEAD, slice_v = HEADS * V_HEAD;
+    constexpr int pitch_k = k_pitch(slice_k), pitch_v = v_pitch(slice_v);
+    constexpr int stage_bytes = STEP * (pitch_k + pitch_v);
     DYN_SMEM(uint8_t, shared);
     admit_successor();
     await_predecessor();
-    const int warp = threadIdx.x / WARP_LANES, lane = threadIdx.x % WARP_LANES;
-    const int n_workers = heads_per_block * warps_per_head;
-    const int slice_k = heads_per_block * K_HEAD, slice_v = heads_per_block * V_HEAD;
-    const int pitch_k = k_pitch(slice_k), pitch_v = v_pitch(slice_v);
-    const int stage_bytes = keys_per_stage * (pitch_k + pitch_v);
-    WarpTables<D, SETS>* const tables =
-        reinterpret_cast<WarpTables<D, SETS>*>(shared + N_STAGES * stage_bytes);
-    uint4* const fragments = reinterpret_cast<uint4*>(tables + n_workers);
-    const int n_heads = n_kv_heads * group;
-
+    // Told to be the same for the lanes of a warp, it makes addresses cheap.
+    const int warp = __shfl_sync(FULL_MASK, int(threadIdx.x) / WARP_LANES, 0);
+    const int lane = kept(threadIdx.x % WARP_LANES);
+    const int n_teams = HEADS * teams_per_head, n_workers = n_teams * TEAM;
+    WarpTables<D>* const tables = reinterpret_cast<WarpTables<D>*>(shared + N_STAGES * stage_bytes);
+    Exchange<D, Q>* const exchanges = reinterpret_cast<Exchange<D, Q>*>(tables + n_workers);
+    QueryTables<D, Q>* const query_tables =
+        reinterpret_cast<QueryTables<D, Q>*>(exchanges + 2 * n_teams);
+    Place* const places = reinterpret_cast<Place*>(query_tables + n_teams);
+    LaneOffsets& offsets = *reinterpret_cast<LaneOffsets*>(places + n_workers);
+    uint64_t* const full_k = reinterpret_cast<uint64_t*>(&offsets + 1);
+    uint64_t* const full_v = full_k + N_STAGES;
+    uint64_t* const empty = full_v + N_STAGES;
     // Queries [first_query, first_query + n_queries) of the rows from first_row on.
-    const uint32_t queries = warps_per_head * SETS * SET;
-    uint32_t first_row = 0, first_query = blockIdx.z * queries, all_queries = n_rows * group;
+    const int n_heads = n_kv_heads * group, queries = teams_per_head * Q;
+    int first_row = 0, first_query = blockIdx.z * queries, all_queries = n_rows * group;
     if (table != nullptr) {
-        const uint32_t blocks_per_row = (group + queries - 1) / queries;
+        const int blocks_per_row = (group + queries - 1) / queries;
         first_row = blockIdx.z / blocks_per_row;
-        first_query = (blockIdx.z - first_row * blocks_per_row) * queries;
+        first_query = (int(blockIdx.z) - first_row * blocks_per_row) * queries;
         all_queries = group;
     }
-    const uint32_t n_queries =
-        all_queries - first_query < queries ? all_queries - first_query : queries;
-    const auto row_of = [&](uint32_t query) {  // spares one row the division
-        return all_queries == uint32_t(group) ? 0u : query / uint32_t(group);
-    };
-
-    const int head = warps_per_head == 1 ? warp : int(uint32_t(warp) / uint32_t(warps_per_head));
-    const int kv_head = int(blockIdx.y) * heads_per_block + head;
-    const uint32_t own_query = (warp - head * warps_per_head) * (SETS * SET);  // within the block
-    RawQuery<D> raw[SETS];
-    uint32_t rows[SETS];  // of this lane's queries; surplus lanes repeat the last one
-#pragma unroll
-    for (int s = 0; s < SETS; s++) {
-        uint32_t query = own_query + s * SET + lane / 4;
-        query = first_query + (query < n_queries ? query : n_queries - 1);
-        rows[s] = row_of(query);
-        raw[s].load(q + (size_t(first_row + rows[s]) * n_heads + kv_head * group + query -
-                         rows[s] * group) * D);
-    }
-
-    // Keys that some query sees, keys that all see, and this block's share of the chunks. The ranges
-    // ascend with the row.
-    const Plane plane(k_plane, v_plane, len_d, base_d, table, first_row, window, counted, capacity);
-    const int2 top_keys = plane.seen(row_of(first_query));
-    const int2 last_keys = plane.seen(row_of(first_query + n_queries - 1));
-    const int32_t key_start = top_keys.x, key_end = last_keys.y;
-    int32_t first_key = 0, last_key = 0;
-    if (key_end > key_start) {
-        const uint32_t first = part_of(key_start), n = part_of(key_end - 1) + 1 - first;
-        const uint32_t share = blockIdx.x;
-        if (n <= gridDim.x) {  // a chunk for each
-            if (share < n) {
-                first_key = part_begin(first + share);
-                last_key = part_begin(first + share + 1);
+    const int behind_query =
+        all_queries - first_query < queries ? all_queries : first_query + queries;
+    const int behind_row = (behind_query - 1) / group + 1;
+    const int64_t row_k = int64_t(n_kv_heads) * K_HEAD, row_v = int64_t(n_kv_heads) * V_HEAD;
+    const int team = warp / TEAM, member = warp % TEAM;
+    const int head = team / teams_per_head;
+    Place& place = places[warp];
+    const int team_query = first_query + (team - head * teams_per_head) * Q;
+    const int kv_head = int(blockIdx.y) * HEADS + head;
+    WarpState<D, Q> state;
+    RawQuery<D> raw;
+    int own_row;  // of the lane group's query; surplus ones repeat the last
+    {
+        int query = team_query + query_of_group<Q>(lane / 4);
+        query = query < behind_query ? query : behind_query - 1;
+        own_row = row_of(query, group, n_rows);
+        raw.load(q + (size_t(first_row + own_row) * n_heads + kv_head * group + query -
+                      own_row * group) * D);
+        const Plane plane(k_plane, v_plane, len_d, base_d, table, first_row, window, counted, capacity);
+        if (warp == 0) {
+            offsets.set<D, Q, pitch_k, pitch_v>(lane);
+            if (COPY == COPY_BULK && lane == 0) {
+                for (int i = 0; i < N_STAGES; i++)
+                    mbar_init(full_k + i, 1), mbar_init(full_v + i, 1), mbar_init(empty + i, n_workers);
+                mbar_publish();
+                if (tiled) prefetch_map(k_map), prefetch_map(v_map);
             }
-        } else {  // the chunks that begin in an equal share of the keys
-            const uint32_t span = key_end - key_start;
-            const uint32_t each = span / gridDim.x, more = span - each * gridDim.x;
-            const int32_t from = key_start + int32_t(each * share + (share < more ? share : more));
-            const int32_t to = from + int32_t(each + (share < more ? 1 : 0));
-            first_key = share == 0 ? key_start : part_begin(part_of(from - 1) + 1);
-            last_key = part_begin(part_of(to - 1) + 1);
         }
-        first_key = first_key > key_start ? first_key : key_start;
-        last_key = last_key < key_end ? last_key : key_end;
-    }
-    const int32_t stage_zero = first_key / STEP * STEP;
-    const int32_t step_end = last_key > first_key ? (last_key + STEP - 1) / STEP * STEP : stage_zero;
-
-    const int32_t row_k = n_kv_heads * K_HEAD, row_v = n_kv_heads * V_HEAD;
-    WarpTables<D, SETS>& own = tables[warp];
-    if (lane == 0) {
-        own.keys = make_int4(first_key, last_key, last_keys.x, top_keys.y);
-        own.place = make_int4(first_row, first_query + own_query, int(n_queries) - int(own_query),
-                              kv_head);
-        own.slot_zero = part_of(plane.seen(0).x);
-        own.k = plane.k + blockIdx.y * slice_k - int64_t(plane.base) * row_k;
-        own.v = plane.v + blockIdx.y * slice_v - int64_t(plane.base) * row_v;
-    }
-    __syncwarp();
-    LaneOffsets* const offsets =
-        reinterpret_cast<LaneOffsets*>(fragments + n_workers * WarpState<D, SETS>::SHARED * WARP_LANES);
-    if (threadIdx.x < WARP_LANES) offsets[lane].set<D>(lane, pitch_k, pitch_v);
-    uint64_t* const full = reinterpret_cast<uint64_t*>(offsets + WARP_LANES);
-    uint64_t* const empty = full + N_STAGES;
-    if constexpr (COPY == COPY_BULK) {
-        if (threadIdx.x == 0) {
-            for (int i = 0; i < N_STAGES; i++) mbar_init(full + i, 1), mbar_init(empty + i, n_workers);
-            mbar_publish();
+        if (lane == 0) {
+            place.plane = plane;
+            place.k = plane.k + blockIdx.y * slice_k - plane.base * row_k;
+            place.v = plane.v + blockIdx.y * slice_v - plane.base * row_v;
+            place.queries = make_int4(first_row, team_query, behind_query, kv_head);
         }
         __syncthreads();
     }
-    // Rows outside the range ask for the nearest one inside: their keys are masked.
-    const auto ask = [&](int32_t key, int slot) {
-        const int n = step_end - key < keys_per_stage ? step_end - key : keys_per_stage;
+    // Brings STEP keys. Rows outside the range ask for the nearest one inside: their keys are masked.
+    // With COPY_BULK one warp asks, when all have left the room; with COPY_ASYNC all do.
+    const auto ask = [&](int32_t key, int slot, int parity) {
         uint8_t* const k = shared + slot * stage_bytes;
-        uint8_t* const v = k + keys_per_stage * pitch_k;
-        const int low = own.keys.x, high = own.keys.y - 1;
-        const uint8_t* const rows_k = own.k;
-        const uint8_t* const rows_v = own.v;
+        uint8_t* const v = k + STEP * pitch_k;
+        const int32_t low = place.keys.x, last = place.keys.y - 1;
         if constexpr (COPY == COPY_BULK) {
-            // Each warp brings every n_workers-th row: two lanes a row.
-            uint64_t* const there = full + slot;
-            if (threadIdx.x == 0) mbar_arrive_expecting(there, n * (slice_k + slice_v));
-            for (int r = warp + lane / 2 * n_workers; r < n; r += WARP_LANES / 2 * n_workers) {
-                int32_t at = key + r < high ? key + r : high;
-                at = at > low ? at : low;
-                const uint8_t* const from = lane % 2 ? rows_v + int64_t(at) * row_v
-                                                     : rows_k + int64_t(at) * row_k;
-                bulk_copy(lane % 2 ? v + r * pitch_v : k + r * pitch_k, from,
-                          lane % 2 ? slice_v : slice_k, there);
+            mbar_wait(empty + slot, parity ^ 1);
+            if (tiled) {
+                if (lane == 0) {
+                    const int row = key - place.plane.base;
+                    mbar_arrive_expecting(full_k + slot, STEP * pitch_k);
+                    tile_copy(k, k_map, blockIdx.y * (slice_k / 8), row, full_k + slot);
+                    mbar_arrive_expecting(full_v + slot, STEP * pitch_v);
+                    tile_copy(v, v_map, blockIdx.y * (slice_v / 8), row, full_v + slot);
+                }
+                __syncwarp();
+                return;
             }
+            if (lane == 0) {
+                mbar_arrive_expecting(full_k + slot, STEP * slice_k);
+                mbar_arrive_expecting(full_v + slot, STEP * slice_v);
+            }
+            __syncwarp();
+            int32_t at = key + lane < last ? key + lane : last;
+            at = at > low ? at : low;
+            bulk_copy(k + lane * pitch_k, place.k + at * row_k, slice_k, full_k + slot);
+            bulk_copy(v + lane * pitch_v, place.v + at * row_v, slice_v, full_v + slot);
         } else {
 #pragma unroll 1
-            for (int r = warp; r < n; r += n_workers) {
-                int32_t at = key + r < high ? key + r : high;
+            for (int r = warp; r < STEP; r += n_workers) {
+                int32_t at = key + r < last ? key + r : last;
                 at = at > low ? at : low;
-                const uint8_t* const from_k = rows_k + int64_t(at) * row_k;
-                const uint8_t* const from_v = rows_v + int64_t(at) * row_v - slice_k;
-#pragma unroll 2
+                const uint8_t* const from_k = place.k + at * row_k;
+                const uint8_t* const from_v = place.v + at * row_v - slice_k;
                 for (int x = lane * 16; x < slice_k + slice_v; x += WARP_LANES * 16)
                     cp_async<16>(x < slice_k ? k + r * pitch_k + x : v + r * pitch_v + x - slice_k,
                                  x < slice_k ? from_k + x : from_v + x);
             }
         }
     };
-#pragma unroll 1
-    for (int i = 0; i < N_STAGES - 1; i++) {
-        if (stage_zero + i * keys_per_stage < step_end) ask(stage_zero + i * keys_per_stage, i);
-        if constexpr (COPY == COPY_ASYNC) cp_async_commit();
-    }
 
-    WarpState<D, SETS> state;
-    state.q_shared = fragments + warp * (WarpState<D, SETS>::SHARED * WARP_LANES);
-    if (stage_zero < step_end) {
-#pragma unroll
-        for (int s = 0; s < SETS; s++) {
-            const int2 keys = plane.seen(rows[s]);
-            if (lane % 4 == 0) {
-                own.start[s][lane / 4] = keys.x;
-                own.end[s][lane / 4] = keys.y;
+    int slot = 0, parity = 0, turn = 0;
+    int row = table == nullptr ? first_query / group : 0;
+    int32_t c = 0, behind_key = 0;
+    // Goes to the next chunk of this block, and asks for its first keys; false behind the last.
+    const auto advance = [&]() {
+        c += gridDim.x;
+        while (behind_key == 0 || int64_t(c) * place.rows.w >= behind_key) {
+            if (row >= behind_row) return false;
+            // The rows from `row` on whose chunks have one size; their ranges ascend.
+            const Plane plane = place.plane;
+            const int2 top_keys = plane.seen(row);
+            const int32_t chunk = chunk_keys(top_keys.y - top_keys.x, n_parts);
+            int2 last_keys = top_keys;
+            int behind = row + 1;
+            for (; behind < behind_row; behind++) {
+                const int2 keys = plane.seen(behind);
+                if (chunk_keys(keys.y - keys.x, n_parts) != chunk) break;
+                last_keys = keys;
             }
-            prepare_query<D, SETS>(state, own, s, raw[s], scale, softcap);
-        }
-        begin_part(state);
-    }
-    int32_t part_end = part_begin(part_of(first_key) + 1);
-    int slot = 0, parity = 0;
-    for (int32_t stage = stage_zero; stage < step_end; stage += keys_per_stage) {
-        const int32_t next = stage + (N_STAGES - 1) * keys_per_stage;
-        const int next_slot = slot == 0 ? N_STAGES - 1 : slot - 1;
-        if constexpr (COPY == COPY_BULK) {
-            mbar_wait(full + slot, parity);
-        } else {
-            cp_async_wait<N_STAGES - 2>();
-            __syncthreads();
-            if (next < step_end) ask(next, next_slot);
-            cp_async_commit();
-        }
-        const uint8_t* k = shared + slot * stage_bytes + head * K_HEAD;
-        const uint8_t* v = shared + slot * stage_bytes + keys_per_stage * pitch_k + head * V_HEAD;
-        const int32_t stop = stage + keys_per_stage < step_end ? stage + keys_per_stage : step_end;
-        for (int32_t key = stage; key < stop; key += STEP) {
-            step<D, SETS>(state, own, offsets[lane], k, pitch_k, v, pitch_v, key, softcap);
-            k += STEP * pitch_k, v += STEP * pitch_v;
-            if (key + STEP == part_end || key + STEP == step_end) {
-                end_part<D, SETS>(state, own, Partials<D>(workspace, n_rows, n_heads, n_slots),
-                                  part_of(key), n_rows, group, n_heads);
-                begin_part(state);
-                part_end = part_begin(part_of(part_end) + 1);
-            }
-        }
-        if constexpr (COPY == COPY_BULK) {
+            const int2 keys = plane.seen(own_row);
+            const bool there = own_row >= row && own_row < behind;
+            state.start = there ? keys.x : 0, state.end = there ? keys.y : 0;
             __syncwarp();
-            if (lane == 0) mbar_arrive(empty + slot);
-            // The room of the stage before, which the other warps have left, too, or soon will.
-            if (next < step_end) {
-                if (stage > stage_zero) mbar_wait(empty + next_slot, slot == 0 ? parity ^ 1 : parity);
-                ask(next, next_slot);
+            if (lane == 0) {
+                place.rows = make_int4(row, behind, 0, chunk);
+                place.keys = make_int4(top_keys.x, last_keys.y, last_keys.x, top_keys.y);
+                place.span = make_int2(top_keys.x, last_keys.y);
             }
+            __syncwarp();
+            c = chunk_of(top_keys.x, chunk) + int(blockIdx.x);
+            behind_key = last_keys.y > top_keys.x ? last_keys.y : 0;
+            row = behind;
         }
-        if (++slot == N_STAGES) slot = 0, parity ^= 1;
+        const int32_t chunk = place.rows.w, begin = c * chunk;
+        const int2 span = place.span;
+        const int32_t low = begin > span.x ? begin : span.x;
+        const int32_t high = span.y - begin < chunk ? span.y : begin + chunk;
+        if (lane == 0) place.rows.z = c, place.keys.x = low, place.keys.y = high;
+        __syncwarp();
+        for (int i = 0; i < N_STAGES - 1; i++) {
+            const int wraps = slot + i >= N_STAGES, key = low / STEP * STEP + i * STEP;
+            if (key < high && (COPY == COPY_ASYNC || warp == 0))
+                ask(key, slot + i - wraps * N_STAGES, parity ^ wraps);
+            if constexpr (COPY == COPY_ASYNC) cp_async_commit();
+        }
+        return true;
+    };
+    bool more = advance();
+    take_query<D, Q>(state, query_tables[team], raw, member, scale, softcap);
+    if constexpr (COPY == COPY_BULK) {
+        if constexpr (Q == 8 || QueryTables<D, Q>::REST > 0) __syncthreads();
+    }
+    while (more) {
+        begin_chunk(state);
+        const int32_t high = place.keys.y;
+#pragma unroll 1
+        for (int32_t key = place.keys.x / STEP * STEP; key < high; key += STEP) {
+            const int32_t next = key + (N_STAGES - 1) * STEP;
+            const int next_slot = slot == 0 ? N_STAGES - 1 : slot - 1;
+            if constexpr (COPY == COPY_BULK) {
+                if (next < high && warp == 0) ask(next, next_slot, slot == 0 ? parity : parity ^ 1);
+            } else {
+                cp_async_wait<N_STAGES - 2>();
+                __syncthreads();
+                if (next < high) ask(next, next_slot, 0);
+                cp_async_commit();
+            }
+            const uint8_t* const k = shared + slot * stage_bytes;
+            step<D, Q, pitch_k, pitch_v>(
+                state, query_tables[team], tables[warp], exchanges[team * 2 + turn], offsets, lane,
+                k + head * K_HEAD, k + STEP * pitch_k + head * V_HEAD, team, member, key, place.keys,
+                softcap,
+                [&]() {
+                    if constexpr (COPY == COPY_BULK) {
+                        mbar_wait(full_k + slot, parity);
+                        __syncwarp();
+                    }
+                },
+                [&]() {
+                    if constexpr (COPY == COPY_BULK) mbar_wait(full_v + slot, parity);
+                });
+            turn ^= 1;
+            if constexpr (COPY == COPY_BULK) {
+                __syncwarp();
+                if (lane == 0) mbar_arrive(empty + slot);
+            }
+            if (++slot == N_STAGES) slot = 0, parity ^= 1;
+        }
+        end_chunk<D, Q>(state, Partials<D>(workspace, n_rows, n_heads, n_slots), place, member, group,
+                        n_heads);
+        __syncwarp();  // its place is free
+        more = advance();
     }
 }
 
@@ -342,7 +390,7 @@ __global__ void __launch_bounds__(256)
                        float* __restrict__ out, float* NULLABLE lse, int32_t n_rows,
                        int32_t capacity, int32_t window, int32_t counted,
                        const int32_t* NULLABLE len_d, const int32_t* NULLABLE base_d,
-                       const uint64_t* NULLABLE table, int32_t n_slots) {
+                       const uint64_t* NULLABLE table, int32_t n_slots, int32_t n_parts) {
     constexpr int QUADS = 8, SPLITS = 32;  // chunk c belongs to split c % 32
     constexpr int WARPS = 8;
     __shared__ float4 rows[WARPS][QUADS];
@@ -355,11 +403,10 @@ __global__ void __launch_bounds__(256)
     // A row of a table is its own first row.
     const Plane plane(nullptr, nullptr, len_d, base_d, table, row, window, counted, capacity);
     const int2 keys = plane.seen(0);
-    const int32_t first = part_of(keys.x);
-    const int32_t behind = keys.y > keys.x ? part_of(keys.y - 1) + 1 : first;
-    const int32_t slot_zero = table != nullptr ? first : part_of(plane.seen(-row).x);
-    const bool fits = behind - slot_zero <= n_slots;
-    const int32_t last = fits ? behind : first;
+    const int32_t chunk = chunk_keys(keys.y - keys.x, n_parts);
+    const int32_t n_chunks = keys.y > keys.x ? (keys.y - 1) / chunk + 1 - keys.x / chunk : 0;
+    const bool fits = n_chunks <= n_slots;
+    const int32_t last = fits ? n_chunks : 0;
     const Partials<D> partials(workspace, n_rows, n_heads, n_slots);
     const size_t column = (size_t(row) * n_heads + head) * n_slots;
     const float* marks = partials.marks + column * 2;
@@ -368,14 +415,13 @@ __global__ void __launch_bounds__(256)
     float pivot = NO_REFERENCE, weight = 0.0f;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     constexpr int BATCH = 8;  // chunks that are asked for at once
-    int32_t c = first + (split - first % SPLITS + SPLITS) % SPLITS - slot_zero;
-    for (; c < last - slot_zero; c += BATCH * SPLITS) {
+    for (int32_t c = split; c < last; c += BATCH * SPLITS) {
         float2 mark[BATCH];
         float4 value[BATCH];
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
             const int32_t slot = c + i * SPLITS;
-            const bool there = slot < last - slot_zero;
+            const bool there = slot < last;
             mark[i] = make_float2(NO_REFERENCE, 0.0f), value[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             if (there) mark[i] = *reinterpret_cast<const float2*>(marks + size_t(slot) * 2);
             if (there) value[i] = *reinterpret_cast<const float4*>(values + size_t(slot) * D);

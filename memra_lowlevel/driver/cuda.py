@@ -310,6 +310,24 @@ class CudaDriver(CudaGraphs):
         config.numAttrs = len(attrs)
         self._call("cuLaunchKernelEx", config, func, params, 0, stream=stream, kernel=func)
 
+    @driver_call
+    def cuTensorMapEncodeTiled(
+        self, address: int, n_rows: int, row_bytes: int, box_rows: int, box_bytes: int
+    ) -> bytes:
+        d, unit = self._d, 8  # elements of 8 bytes: a box has at most 256 a side
+        found = self._call(
+            "cuTensorMapEncodeTiled",
+            d.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT64, 2, address,
+            [d.cuuint64_t(row_bytes // unit), d.cuuint64_t(n_rows)], [d.cuuint64_t(row_bytes)],
+            [d.cuuint32_t(box_bytes // unit), d.cuuint32_t(box_rows)],
+            [d.cuuint32_t(1), d.cuuint32_t(1)],
+            d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
+            d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )  # fmt: skip
+        return b"".join(int(word).to_bytes(8, "little") for word in found.opaque)
+
     # -- capture ----------------------------------------------------------------------------------
     @driver_call
     def cuStreamBeginCapture(self, stream: int, mode: CaptureMode) -> None:

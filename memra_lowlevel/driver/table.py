@@ -329,6 +329,16 @@ class Driver(Protocol):
         attributes: LaunchAttributes,
     ) -> None: ...
 
+    def cuTensorMapEncodeTiled(
+        self, address: int, n_rows: int, row_bytes: int, box_rows: int, box_bytes: int
+    ) -> bytes:
+        """Describe rows of bytes in device memory for tile copies (sm_90); 128 bytes.
+
+        Sizes of rows and boxes are multiples of 16 bytes, ``address`` too. A box may be wider than
+        the rows; what lies outside reads as zero.
+        """
+        ...
+
     # -- capture -------------------------------------------------------------------------------
     def cuStreamBeginCapture(self, stream: int, mode: CaptureMode) -> None: ...
     def cuStreamEndCapture(self, stream: int) -> int: ...

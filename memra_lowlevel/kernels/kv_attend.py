@@ -166,7 +166,7 @@ def attend(
     table : Buffer, optional
         u64 ``[n, 5]``: planes and counters of each row's sequence, as in ``kv_append.append``.
     kernel : str, optional
-        ``"mma"`` (tensor cores, class ``f16x2``) or ``"simt"`` (the default). Not bit for bit the
+        ``"mma"`` (tensor cores) or ``"simt"``; default: see :func:`choose`. Not bit for bit the
         same: keep to one kernel over a plane.
     programmatic : bool
         Start while the predecessor, a kernel of the stream, still runs, where kernel and device
@@ -218,8 +218,7 @@ def attend(
         raise _refused("table", f"u64[{n_rows}, 5]", f"{table.n_bytes} bytes")
     need = plan.workspace_bytes
     if choice.kernel == "mma":
-        slots = kv_attend_mma.slots_of(rows, n_rows, window, base_d is not None, table is not None)
-        need = kv_attend_mma.workspace_bytes(n_rows, n_heads, head_dim, slots)
+        need = kv_attend_mma.workspace_bytes(n_rows, n_heads, head_dim, kv_attend_mma.n_slots(rows))
     if workspace.n_bytes < need:
         raise _refused(
             "workspace", f"at least {need} bytes (workspace_bytes)", f"{workspace.n_bytes}"
@@ -235,6 +234,7 @@ def attend(
             stream, q, k_plane, v_plane, out, len_d=len_d, rows=rows, n_kv_heads=n_kv_heads,
             workspace=workspace, base_d=base_d, window=window, scale=scale, sinks=sinks,
             softcap=softcap, lse=lse, counted=n_rows if counted else 0, table=table,
+            programmatic=programmatic,
         )  # fmt: skip
         return
     partial, combine = _kernels(
@@ -286,8 +286,7 @@ def choose(
     """Say which kernel :func:`attend` takes.
 
     It depends on the device and the planes, not on a launch, so that all launches over a plane
-    agree bit for bit. The general kernel is of class ``exact``, the other of class ``f16x2``, and
-    a class is never changed unasked.
+    agree bit for bit. Both kernels are of class ``exact``, but their bits differ.
 
     Raises
     ------
@@ -310,7 +309,9 @@ def choose(
         return Choice("mma", "asked for")
     if refusal is not None:
         return Choice("simt", f"the tensor-core kernel does not do {refusal}")
-    return Choice("simt", "the default; kernel='mma' asks for tensor cores")
+    if device.kind == "host":
+        return Choice("simt", "the host device emulates tensor cores, which is slow")
+    return Choice("mma", f"K {k_format}, V {v_format}, head_dim {head_dim} on {device.arch}")
 
 
 def prepare(
@@ -322,10 +323,20 @@ def prepare(
     *,
     group: int = 1,
     max_rows: int = 16,
+    n_kv_heads: int | None = None,
 ) -> None:
-    """Compile and load what launches of up to ``max_rows`` rows need, not at the first of them."""
+    """Compile and load what launches of up to ``max_rows`` rows need, not at the first of them.
+
+    With ``n_kv_heads`` that is what :func:`choose` says, else the general kernel.
+    """
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     check_supported(device, k_format, v_format, head_dim, head_dim_v, group=group)
+    if n_kv_heads is not None:
+        choice = choose(device, k_format, v_format, head_dim, head_dim_v, n_kv_heads=n_kv_heads)
+        if choice.kernel == "mma":
+            for n in (1, max_rows):
+                kv_attend_mma.prepare(device, head_dim, n_kv_heads, n_queries=n * group)
+            return
     widest = max(head_dim, head_dim_v)
     wanted = {queries_at_once(n * group, widest) for n in (1, max_rows)}
     for queries in sorted(wanted):
@@ -387,8 +398,8 @@ def workspace_bytes(
         As for :func:`attend`; default enough for any that it may choose on this device.
     """
     slots = n_slots(rows, n_rows, _window(window), ring)
-    if kernel == "mma":
-        slots = max(slots, kv_attend_mma.n_slots(rows, n_rows, _window(window), ring))
+    if kernel == "mma" or (kernel is None and device.kind != "host"):
+        slots = max(slots, kv_attend_mma.n_slots(rows))
     return n_rows * n_heads * slots * (head_dim_v + 2) * 4
 
 

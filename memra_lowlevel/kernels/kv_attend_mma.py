@@ -1,4 +1,4 @@
-"""Decode attention on tensor cores (``cuda_src/kv/attend_mma.cu``), class ``f16x2``.
+"""Decode attention on integer tensor cores (``cuda_src/kv/attend_mma.cu``), class ``exact``.
 
 For K q8_0 with V q5_1, head sizes 64, 128 and 256, rows of a multiple of 16 bytes, from sm_80 on.
 :mod:`.kv_attend` decides between this kernel and the general one and checks the arguments.
@@ -20,50 +20,47 @@ if TYPE_CHECKING:
     from ..compile import Kernel
     from ..runtime import Buffer, Device, Stream
 
-__all__ = [
-    "attend",
-    "n_slots",
-    "part_begin",
-    "part_of",
-    "prepare",
-    "refusal",
-    "slots_of",
-    "workspace_bytes",
-]
+__all__ = ["N_PARTS", "attend", "chunk_keys", "n_slots", "prepare", "refusal", "workspace_bytes"]
 
 HEAD_DIMS = (64, 128, 256)
 
-SET = 8
-"""Queries of one tensor-core tile."""
+STEP = 32
+"""Keys of one tensor-core step."""
 
+N_PARTS = 132
+"""Chunks that hold what a row sees: one for each multiprocessor of the GPUs it was made for."""
+
+_CHANNELS = 64
 _STAGES = 3
-_WARPS = 8
 _ALIGNED_HEADS = {64: 4, 128: 2, 256: 1}
 """Neighbouring kv heads whose slices of a row are a multiple of 16 bytes."""
+
+_TOLERANCE = Tolerance(
+    "relative",
+    1e-5,
+    "q in fixed point of 22 bits and p * scale of 23, their products with the codes exact, "
+    "the rest in f32; against float64 over the decoded cache",
+)  # fmt: skip
 
 registry.register(
     KernelSpec(
         name="attend_mma",
         source="kv/attend_mma.cu",
-        entry="attend_mma<{head_dim}, {sets}>",
+        entry="attend_mma<{head_dim}, {queries}, {heads}>",
         instances=tuple(
-            {"head_dim": d, "sets": sets}
-            for d, sets in ((64, 1), (64, 2), (128, 1), (128, 2), (256, 1))
+            {"head_dim": d, "queries": queries, "heads": heads}
+            for d, heads in ((64, 8), (128, 8), (256, 2))
+            for queries in (4, 8)
         ),
         oracle="memra_lowlevel.reference.attend:attend",
-        tolerance=Tolerance(
-            "relative", 1e-5,
-            "q and p * scale as two f16 (22 bits), products summed in f32 by the tensor cores, "
-            "which truncate: up to 3e-6 in a model of that, against float64 over the decoded "
-            "cache; a class of its own until a GPU has confirmed the model",
-        ),
+        tolerance=_TOLERANCE,
         edges=(
             "no key", "one key", "step, stage and chunk edges", "masked row", "window", "ring base",
             "counted", "group 1 to 16", "NaN in another row's key", "poisoned workspace",
             "sinks", "softcap", "capacity", "table of sequences", "scales from 2^-24 to 2^15",
+            "negative scales",
         ),
         hot=True,
-        numeric_class="f16x2",
         pdl="waits",
     ),
     KernelSpec(
@@ -72,10 +69,9 @@ registry.register(
         entry="attend_mma_combine<{head_dim}>",
         instances=tuple({"head_dim": d} for d in HEAD_DIMS),
         oracle="memra_lowlevel.reference.attend:attend",
-        tolerance=Tolerance("relative", 1e-5, "as attend_mma"),
+        tolerance=_TOLERANCE,
         edges=("no chunk", "one chunk", "workspace too small", "sinks", "log-sum-exp"),
         hot=True,
-        numeric_class="f16x2",
         pdl="waits",
     ),
 )  # fmt: skip
@@ -146,27 +142,29 @@ def attend(
             )  # fmt: skip
     n_rows, n_heads, head_dim = q.shape
     group = n_heads // n_kv_heads
-    queries = group if table is not None else n_rows * group
-    shape = _shape(head_dim, n_kv_heads, queries, device.limits.shared_optin_bytes)
-    kernel, combine = _kernels(device, head_dim, shape.sets)
-    slots = slots_of(rows, n_rows, window, base_d is not None, table is not None)
+    per_row = group if table is not None else n_rows * group
+    shape = _shape(head_dim, n_kv_heads, per_row, device.limits.shared_optin_bytes)
+    kernel, combine = _kernels(device, head_dim, shape.queries, shape.heads)
+    slots = n_slots(rows)
     blocks = shape.query_blocks * (n_rows if table is not None else 1)
     slices = n_kv_heads // shape.heads
     launch(
         stream, _config(device, kernel, shape, slices, blocks, slots, programmatic), kernel,
         q, k_plane, v_plane, n_rows, n_kv_heads, group, rows, window, counted, scale, softcap,
-        len_d, base_d, table, workspace, slots, shape.heads, shape.warps, shape.keys,
+        len_d, base_d, table, workspace, slots, N_PARTS, shape.teams, *_maps(
+            device, k_plane, v_plane, rows, n_kv_heads, head_dim, shape.heads
+        ),
     )  # fmt: skip
     launch(
-        stream, _combine_config(n_heads, n_rows, head_dim, _waits(device)), combine,
-        workspace, sinks, out, lse, n_rows, rows, window, counted, len_d, base_d, table, slots,
+        stream, _combine_config(n_heads, n_rows, head_dim, _waits(device)), combine, workspace,
+        sinks, out, lse, n_rows, rows, window, counted, len_d, base_d, table, slots, N_PARTS,
     )  # fmt: skip
 
 
-def prepare(device: Device, head_dim: int, *, n_queries: int = 1) -> None:
-    """Compile and load what launches of up to ``n_queries`` rows x group need."""
-    for sets in {1, _sets(head_dim, n_queries)}:
-        _kernels(device, head_dim, sets)
+def prepare(device: Device, head_dim: int, n_kv_heads: int, *, n_queries: int = 1) -> None:
+    """Compile and load what launches of ``n_queries`` (rows x group) need."""
+    shape = _shape(head_dim, n_kv_heads, n_queries, device.limits.shared_optin_bytes)
+    _kernels(device, head_dim, shape.queries, shape.heads)
 
 
 def workspace_bytes(n_rows: int, n_heads: int, head_dim: int, slots: int) -> int:
@@ -174,38 +172,14 @@ def workspace_bytes(n_rows: int, n_heads: int, head_dim: int, slots: int) -> int
     return n_rows * n_heads * slots * (head_dim + 2) * 4
 
 
-def part_of(key: int) -> int:
-    """Return the chunk that holds an absolute key position."""
-    if key < 8192:
-        return key // 32
-    if key < 65536:
-        return 256 + (key - 8192) // 128
-    if key < 262144:
-        return 704 + (key - 65536) // 256
-    return 1472 + (key - 262144) // 512
+def chunk_keys(seen: int) -> int:
+    """Keys of a chunk of a row that sees so many."""
+    return max(1, -(-seen // ((N_PARTS - 1) * STEP))) * STEP
 
 
-def part_begin(part: int) -> int:
-    """Return the first key of a chunk."""
-    if part < 256:
-        return part * 32
-    if part < 704:
-        return 8192 + (part - 256) * 128
-    if part < 1472:
-        return 65536 + (part - 704) * 256
-    return 262144 + (part - 1472) * 512
-
-
-def n_slots(rows: int, n_rows: int, window: int, ring: bool) -> int:
-    """Chunks that a launch can need at most, counted from the first chunk of row 0."""
-    seen = min(rows, window + n_rows - 1) if window > 0 else rows
-    anywhere = part_of(seen - 1) + 2  # chunks are finest at the beginning
-    return anywhere if ring else min(part_of(rows - 1) + 1, anywhere)
-
-
-def slots_of(rows: int, n_rows: int, window: int, ring: bool, table: bool) -> int:
-    """Return the chunks per row of a launch."""
-    return n_slots(rows, 1 if table else n_rows, window, ring or table)
+def n_slots(rows: int) -> int:
+    """Chunks that a row over a plane of ``rows`` rows can have at most."""
+    return min(N_PARTS, -(-rows // STEP) + 1)
 
 
 @dataclass(frozen=True)
@@ -214,64 +188,68 @@ class _Shape:
 
     Attributes
     ----------
-    sets : int
-        Tiles of 8 queries per warp.
-    warps : int
-        Warps per kv head.
+    queries : int
+        Queries of a team of warps: 4 or 8.
+    teams : int
+        Teams per kv head.
     heads : int
         Neighbouring kv heads of a thread block.
     query_blocks : int
-    keys : int
-        Keys of a stage.
     shared_bytes : int
     resident : int
         Thread blocks that a multiprocessor holds at once.
     """
 
-    sets: int
-    warps: int
+    queries: int
+    teams: int
     heads: int
     query_blocks: int
-    keys: int
     shared_bytes: int
     resident: int
 
-
-def _sets(head_dim: int, n_queries: int) -> int:
-    return 1 if n_queries <= SET or head_dim > 128 else 2
+    def warps(self, head_dim: int) -> int:
+        return self.heads * self.teams * (head_dim // _CHANNELS)
 
 
 @functools.lru_cache(maxsize=512)
 def _shape(head_dim: int, n_kv_heads: int, n_queries: int, room: int) -> _Shape:
-    sets = _sets(head_dim, n_queries)
-    aligned = _ALIGNED_HEADS[head_dim]
-    warps = min(-(-n_queries // (sets * SET)), _WARPS // aligned)
-    resident = 16 if head_dim * sets <= 128 else 8  # warps, by their registers
+    queries = 4 if n_queries <= 4 or head_dim > 128 else 8
+    aligned, team = _ALIGNED_HEADS[head_dim], head_dim // _CHANNELS
+    wanted, most = -(-n_queries // queries), 16 if room >= 200_000 else 8  # WORKERS
 
-    def shared(heads: int, keys: int) -> int:
-        slice_k, slice_v = heads * head_dim // 32 * 34, heads * head_dim // 32 * 24
-        row = (slice_k + 63) // 64 * 64 + 32 + (slice_v + 31) // 32 * 32 + 16  # k_pitch, v_pitch
-        tables = head_dim // 64 * 512 + sets * (head_dim + 96) + 64  # WarpTables
-        held = 0 if sets > 1 or head_dim > 128 else 5 if head_dim == 128 else 4
-        fragments = (sets * head_dim // 16 - held) * 512  # WarpState::SHARED
-        return _STAGES * keys * row + heads * warps * (tables + fragments) + 1024 + 2 * _STAGES * 8
+    def shared(heads: int, teams: int) -> int:
+        tables = 256 + 4 * STEP // team + 512 + 256  # WarpTables
+        warps = heads * teams * team
+        exchange = 2 * queries * 4 * (8 * 4 + 4 * team)
+        held = 3 if head_dim > 128 else head_dim // 32
+        rest = max(16, (head_dim // 32 - held) * 512)
+        high = head_dim // 32 * 256 if queries == 8 else 8
+        kept = -(-(rest + high) // 16) * 16  # QueryTables
+        return (
+            _STAGES * STEP * sum(_pitches(head_dim, heads))
+            + warps * (tables + _PLACE)
+            + heads * teams * (exchange + kept)
+            + 1024
+            + 3 * _STAGES * 8
+        )
 
-    def fits(heads: int, keys: int) -> bool:
-        blocks = max(1, resident // (heads * warps))
-        return n_kv_heads % heads == 0 and blocks * (shared(heads, keys) + 1024) <= room + 1024
+    teams = wanted
+    while teams > 1 and (aligned * teams * team > most or shared(aligned, teams) > room):
+        teams = -(-teams // 2)
+    heads = aligned
+    while (
+        n_kv_heads % (2 * heads) == 0
+        and 2 * heads * teams * team <= most
+        and shared(2 * heads, teams) <= room
+    ):
+        heads *= 2
+    used = shared(heads, teams)
+    resident = max(1, min(most // (heads * teams * team), (room + 1024) // (used + 1024)))
+    return _Shape(queries, teams, heads, -(-wanted // teams), used, resident)
 
-    while warps > 1 and shared(aligned, 16) > room:
-        warps = -(-warps // 2)
-    heads = _WARPS // warps
-    heads = 1 << (heads.bit_length() - 1)
-    while heads > aligned and not fits(heads, 16):
-        heads //= 2
-    keys = 16
-    while keys < 64 and fits(heads, 2 * keys):
-        keys *= 2
-    used = shared(heads, keys)
-    most = max(1, min(resident // (heads * warps), (room + 1024) // (used + 1024)))
-    return _Shape(sets, warps, heads, -(-n_queries // (sets * SET * warps)), keys, used, most)
+
+_PLACE = 112
+"""Bytes of Place."""
 
 
 def _config(
@@ -281,11 +259,11 @@ def _config(
     key = ("attend_mma", kernel.name, shape, slices, blocks, slots, programmatic)
     found: LaunchConfig | None = device.memo.get(key)
     if found is None:
-        block = (32 * shape.heads * shape.warps, 1, 1)
+        head_dim = int(kernel.name.partition("<")[2].partition(",")[0])
         share = max(1, device.limits.n_sms * shape.resident // (slices * blocks))
         found = LaunchConfig(
-            (min(slots, share), slices, blocks), block, shape.shared_bytes,
-            programmatic=programmatic and _waits(device),
+            (min(slots, share), slices, blocks), (32 * shape.warps(head_dim), 1, 1),
+            shape.shared_bytes, programmatic=programmatic and _waits(device),
         )  # fmt: skip
         device.memo[key] = found
     return found
@@ -296,15 +274,45 @@ def _combine_config(n_heads: int, n_rows: int, head_dim: int, programmatic: bool
     return LaunchConfig((n_heads, n_rows, head_dim // 32), (256, 1, 1), programmatic=programmatic)
 
 
+def _pitches(head_dim: int, heads: int) -> tuple[int, int]:
+    """Bytes from row to row of a stage: k_pitch and v_pitch of the source."""
+    slice_k, slice_v = heads * head_dim // 32 * 34, heads * head_dim // 32 * 24
+    return (slice_k + 63) // 64 * 64 + 32, (slice_v + 31) // 32 * 32 + 16
+
+
+def _maps(
+    device: Device, k_plane: Buffer | None, v_plane: Buffer | None, rows: int, n_kv_heads: int,
+    head_dim: int, heads: int,
+) -> tuple[bytes, bytes, int]:  # fmt: skip
+    """Describe both planes for tile copies, and say whether they are."""
+    if k_plane is None or v_plane is None or not _waits(device):
+        return _NO_MAP, _NO_MAP, 0
+    key = ("attend_mma maps", k_plane.ptr, v_plane.ptr, rows, n_kv_heads, head_dim, heads)
+    found: tuple[bytes, bytes, int] | None = device.memo.get(key)
+    if found is None:
+        pitch_k, pitch_v = _pitches(head_dim, heads)
+        blocks = n_kv_heads * head_dim // 32
+        encode = device.driver.cuTensorMapEncodeTiled
+        found = device.memo[key] = (
+            encode(k_plane.ptr, rows, blocks * 34, STEP, pitch_k),
+            encode(v_plane.ptr, rows, blocks * 24, STEP, pitch_v),
+            1,
+        )
+    return found
+
+
+_NO_MAP = bytes(128)
+
+
 def _waits(device: Device) -> bool:
     return device.kind == "cuda" and _capability(device.arch) >= 90
 
 
-def _kernels(device: Device, head_dim: int, sets: int) -> tuple[Kernel, Kernel]:
-    key = ("attend_mma", head_dim, sets)
+def _kernels(device: Device, head_dim: int, queries: int, heads: int) -> tuple[Kernel, Kernel]:
+    key = ("attend_mma", head_dim, queries, heads)
     found: tuple[Kernel, Kernel] | None = device.memo.get(key)
     if found is None:
-        instance = {"head_dim": head_dim, "sets": sets}
+        instance = {"head_dim": head_dim, "queries": queries, "heads": heads}
         kernel, combine = registry.kernels(
             device, [("attend_mma", instance), ("attend_mma_combine", {"head_dim": head_dim})]
         )

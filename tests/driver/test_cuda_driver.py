@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 real = pytest.importorskip("cuda.bindings.driver")
@@ -104,6 +105,8 @@ def test_each_call_is_made_counted_and_traced_once(
     fake.calls.clear()
     if name == "cuFuncGetParamInfo":
         fake.answers[name] = (0, 8)
+    if name == "cuTensorMapEncodeTiled":
+        fake.answers[name] = (real.CUtensorMap(),)
     if name == "cuGraphKernelNodeGetParams":
         fake.fail["cuFuncGetParamInfo"] = 1
     getattr(d, name)(*_arguments(name))
@@ -158,6 +161,7 @@ N_ARGUMENTS = {
     "cuGraphUpload": 2, "cuGraphLaunch": 2, "cuGraphExecKernelNodeSetParams": 3,
     "cuGraphExecMemcpyNodeSetParams": 4, "cuGraphExecMemsetNodeSetParams": 4,
     "cuGraphConditionalHandleCreate": 4, "cuGraphDebugDotPrint": 3, "cuGetProcAddress": 3,
+    "cuTensorMapEncodeTiled": 11,
 }  # fmt: skip
 N_VALUES = {
     "cuCtxGetStreamPriorityRange": 2, "cuMemGetInfo": 2, "cuFuncGetParamInfo": 2,
@@ -210,6 +214,18 @@ def test_dependencies_of_a_capture_are_set_in_both_forms(d: CudaDriver, fake: Fa
         plain = not missing and 4 in forms
         assert len(args) == (4 if plain else 5)
         assert plain or len(args[2]) == 2
+
+
+def test_rows_are_described_in_units_of_8_bytes(d: CudaDriver, fake: FakeBindings) -> None:
+    found = real.CUtensorMap()
+    found.opaque = list(range(16))
+    fake.answers["cuTensorMapEncodeTiled"] = (found,)
+    made = d.cuTensorMapEncodeTiled(0x1000, 500, 1088, 32, 1120)
+    assert made == np.arange(16, dtype=np.uint64).tobytes()
+    _, rank, address, extent, strides, box, steps, *_ = _last(fake, "cuTensorMapEncodeTiled")
+    assert (rank, address) == (2, 0x1000)
+    numbers = [[int(x) for x in part] for part in (extent, strides, box, steps)]
+    assert numbers == [[136, 500], [1088], [140, 32], [1, 1]]
 
 
 def test_types_and_enums_that_are_used_exist() -> None:

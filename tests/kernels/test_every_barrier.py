@@ -58,27 +58,28 @@ def attend(text):
 
 
 def attend_mma(text):
-    """Two tiles of queries per warp, two steps of keys per stage, several chunks."""
-    d, n, group, heads, length = 64, 9, 2, kv_attend_mma._ALIGNED_HEADS[64], 150
+    """Two warps per team, two teams per head, several chunks, more steps than stages."""
+    d, n, group, heads, length = 128, 9, 1, kv_attend_mma._ALIGNED_HEADS[128], 186
     rng, used = np.random.default_rng(0), length + n
     x = rng.standard_normal((2, used, heads * d), np.float32)
     k, v = Q8_0.encode(x[0]), Q5_1.encode(x[1])
     q = rng.standard_normal((n, heads * group, d), np.float32)
     shape = kv_attend_mma._shape(d, heads, n * group, 200_000)
-    assert shape.sets == 2 and shape.keys > 16
-    slots, len_d = kv_attend_mma.n_slots(used, n, 0, False), np.array([length], I32)
-    for order in ORDERS:
+    assert shape.queries == 8 and shape.teams == 2
+    slots, len_d = kv_attend_mma.n_slots(used), np.array([length], I32)
+    parts, no_map = 3, np.void(bytes(128))  # chunks of 96 keys, and for the last rows of 128
+    for blocks, order in ((1, "forward"), (1, "reverse"), (4, "reverse")):
         partial = np.full(n * heads * group * slots * (d + 2), np.nan, F32)
         out, lse = np.full_like(q, np.nan), np.full(q.shape[:2], np.nan, F32)
-        runner.quick(text, f"attend_mma<{d}, {shape.sets}, 0>", check=True)(
-            (2, heads // shape.heads, shape.query_blocks), 32 * shape.heads * shape.warps,
+        runner.quick(text, f"attend_mma<{d}, {shape.queries}, {shape.heads}, 0>", check=True)(
+            (blocks, heads // shape.heads, shape.query_blocks), 32 * shape.warps(d),
             shape.shared_bytes, q, k, v, I32(n), I32(heads), I32(group), I32(used), I32(0), I32(0),
-            F32(d**-0.5), F32(0), len_d, None, None, partial, I32(slots), I32(shape.heads),
-            I32(shape.warps), I32(shape.keys), order=order, seed=3,
+            F32(d**-0.5), F32(0), len_d, None, None, partial, I32(slots), I32(parts),
+            I32(shape.teams), no_map, no_map, I32(0), order=order, seed=3,
         )  # fmt: skip
         runner.quick(text, f"attend_mma_combine<{d}>", check=True)(
             (heads * group, n, d // 32), 256, 0, partial, None, out, lse, I32(n), I32(used), I32(0),
-            I32(0), len_d, None, None, I32(slots), order=order, seed=3,
+            I32(0), len_d, None, None, I32(slots), I32(parts), order=order, seed=3,
         )  # fmt: skip
         seen = (f.decode(b).reshape(used, heads, d) for f, b in ((Q8_0, k), (Q5_1, v)))
         wanted, _ = oracle.attend(q, *seen, length)

@@ -314,6 +314,16 @@ class HostModules(HostStreams):
         self._launch("cuLaunchKernel", func, grid, block, shared_bytes, stream, params)
 
     @driver_call
+    def cuTensorMapEncodeTiled(
+        self, address: int, n_rows: int, row_bytes: int, box_rows: int, box_bytes: int
+    ) -> bytes:
+        raise self._error(
+            "CUDA_ERROR_NOT_SUPPORTED",
+            "cuTensorMapEncodeTiled",
+            "the host device has no tile copies",
+        )
+
+    @driver_call
     def cuLaunchKernelEx(
         self,
         func: int,
