@@ -62,6 +62,7 @@ class Capture(Recording):
         stream, name, mode = self._args
         stream._check_open()
         if stream.recording is not None:
+            stream.recording.refuse_abandoned()
             raise CaptureForbidden(
                 f'cuStreamBeginCapture on stream "{stream.name}", which is being captured into '
                 f'"{stream.recording.name}" already (from {caller()}). End that capture first.',
@@ -86,6 +87,7 @@ class Capture(Recording):
         if self.ended:
             return
         if self.mode is not CaptureMode.RELAXED and threading.get_ident() != self.thread:
+            self.refuse_abandoned()
             raise CaptureWrongThread(
                 f'capture "{self.name}" was begun at {self.where} by another thread and can be '
                 f"ended only there (from {caller()}). Leave the with block on the thread that "
@@ -138,6 +140,12 @@ class Capture(Recording):
     def add_check(self, check: Callable[[GraphExec], None]) -> None:
         """Call ``check(executable)`` before each launch of the graph; it raises to refuse."""
         self.checks.append(check)
+
+    def drop(self) -> None:
+        """End the capture without a graph, on whatever thread."""
+        handle, _ = self._end()
+        self.graph._fail(handle)
+        self.context.reap()
 
     # -- below ------------------------------------------------------------------------------------
     def _end(self) -> tuple[int, MemraError | None]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..driver import legality
 from ..driver.table import CaptureMode
 from ..driver.trace import caller
-from ..errors import CaptureForbidden
+from ..errors import CaptureError, CaptureForbidden
 from . import lifetime
 from .lifetime import Keepable
 
@@ -107,6 +107,7 @@ class Recording:
     def __init__(self, context: Context, name: str, origin: Stream, mode: CaptureMode) -> None:
         self.context, self.name, self.origin, self.mode = context, name, origin, mode
         self.thread = threading.get_ident()
+        self._owner = threading.current_thread()
         self.where = caller(2)
         self.ended = False
         self.keeps = Keeps()
@@ -115,6 +116,26 @@ class Recording:
         # forks that nobody joined without asking the driver.
         self._clocks: dict[int, dict[int, int]] = {}
         self.join_stream(origin, {})
+
+    # -- a thread that died ---------------------------------------------------------------------
+    def abandoned(self) -> bool:
+        """Whether the thread that began the capture has ended without ending it."""
+        return not self.ended and not self._owner.is_alive()
+
+    def drop(self) -> None:
+        """End the capture without a graph, on whatever thread."""
+        raise NotImplementedError
+
+    def refuse_abandoned(self) -> None:
+        """Drop the capture of a thread that has ended, and say so."""
+        if not self.abandoned():
+            return
+        self.drop()
+        raise CaptureError(
+            f'the thread "{self._owner.name}", which began the capture "{self.name}" at '
+            f"{self.where}, has ended without ending it (from {caller()}). The capture was dropped "
+            "and its streams are usable again: repeat the call, or capture anew."
+        )
 
     # -- forks and joins ------------------------------------------------------------------------
     def join_stream(self, stream: Stream, clock: dict[int, int]) -> None:
@@ -131,6 +152,7 @@ class Recording:
 
     def tick(self, stream: Stream) -> None:
         """Count one operation on ``stream``."""
+        self.refuse_abandoned()
         clock = self._clocks[stream.serial]
         clock[stream.serial] = clock.get(stream.serial, 0) + 1
 
@@ -190,6 +212,7 @@ def forbid(call: str, *, stream: Stream | None = None, what: str = "") -> None:
     recording = _concerned(call, stream)
     if recording is None:
         return
+    recording.refuse_abandoned()
     named = stream is not None and stream.recording is not None
     if call in _POLICY:
         why, remedy = _POLICY[call]

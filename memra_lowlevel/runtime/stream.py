@@ -227,6 +227,8 @@ class Stream(Owned):
                 self.cell.recording = 0
 
     def _before_close(self) -> None:
+        if self.recording is not None and self.recording.abandoned():
+            self.recording.drop()
         if self.recording is not None:
             raise CaptureForbidden(
                 f'cuStreamDestroy of stream "{self.name}" while it is being captured into '

@@ -248,11 +248,24 @@ def run_compiler(compiler: Compiler, arguments: Sequence[str]) -> str:
         errors = [d for d in found if d.severity == "error"]
         first = errors[0] if errors else None
         where = f"{first.file}:{first.line}: {first.message}" if first else text.strip()[-400:]
+        if missing := undefined_symbols(text):
+            where = (
+                f"nothing defines {', '.join(missing)}; a kernel can call only what its own source "
+                "and the headers that it includes define"
+            )
         more = f" ({len(errors) - 1} more)" if len(errors) > 1 else ""
         raise CompileError(
             f"{compiler.command[0]} refused the source: {where}{more}", diagnostics=found, log=text
         )
     return text
+
+
+_UNDEFINED = re.compile(r"undefined (?:reference to [`'](.+?)'|symbol: (.+?)(?: \(|$))", re.M)
+
+
+def undefined_symbols(text: str) -> list[str]:
+    """Read the names that a linker could not find, each once, in order."""
+    return list(dict.fromkeys(a or b for a, b in _UNDEFINED.findall(text)))
 
 
 _MESSAGE = re.compile(r"^(.+?):(\d+):(?:(\d+):)? (?:fatal )?(error|warning|note): (.*)$")

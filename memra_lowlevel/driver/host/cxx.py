@@ -126,7 +126,9 @@ def compile_host(
                 compiler,
                 [*flags, *search, "-c", str(unit_path), "-o", str(object_path)],
             )
-            link = ["-fsanitize=address"] if sanitize == "address" else []
+            # What nothing defines is told here, as on a GPU, and not when the library is loaded.
+            # (The address sanitizer's own library is joined only then.)
+            link = ["-fsanitize=address"] if sanitize == "address" else ["-Wl,-z,defs"]
             # Symbols of the sanitisers' hooks come from the runtime, not from their own libraries
             # (zig adds its own unless it is told to optimise).
             run_compiler(

@@ -93,6 +93,7 @@ class KernelWork:
             seed=o.seed + self.serial,
             workers=1 if check else o.workers,
             check=check,
+            seconds=o.kernel_seconds,
         )
 
 

@@ -11,6 +11,7 @@ __all__ = ["HostOptions", "Order", "current_options", "host_options"]
 
 Order = Literal["forward", "reverse", "random"]
 _ORDERS = ("forward", "reverse", "random")
+KERNEL_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,10 @@ class HostOptions:
         Memory of each device; an allocation beyond it fails as on a GPU.
     max_pending : int
         Operations that may wait before an asynchronous call runs some of them.
+    kernel_seconds : float
+        Time that one launch may take; one that needs longer loops for ever, and ends in
+        ``Deadlock``, which names where. ``math.inf`` sets no limit. The default is far beyond
+        what kernels need even in check mode: ten minutes.
     """
 
     seed: int = 0
@@ -50,6 +55,7 @@ class HostOptions:
     n_devices: int = 4
     memory_bytes: int = 64 << 30
     max_pending: int = 1024
+    kernel_seconds: float = KERNEL_SECONDS
 
     def __post_init__(self) -> None:
         for name in ("order", "thread_order"):
@@ -58,6 +64,8 @@ class HostOptions:
         for name in ("workers", "n_devices", "max_pending", "memory_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not self.kernel_seconds > 0:
+            raise ValueError(f"kernel_seconds must be above 0, not {self.kernel_seconds}")
 
 
 class _Holder:
@@ -103,6 +111,7 @@ class host_options:
         check: bool | None = None,
         memory_bytes: int | None = None,
         max_pending: int | None = None,
+        kernel_seconds: float | None = None,
     ) -> None:
         self._before = _HOLDER.options
         given: dict[str, Any] = {
@@ -113,6 +122,7 @@ class host_options:
             "check": check,
             "memory_bytes": memory_bytes,
             "max_pending": max_pending,
+            "kernel_seconds": kernel_seconds,
         }
         self.options = replace(self._before, **{k: v for k, v in given.items() if v is not None})
         _HOLDER.set(self.options)

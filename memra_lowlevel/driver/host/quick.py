@@ -40,9 +40,9 @@ def quick(
     Returns
     -------
     callable
-        ``f(grid, block, shared_bytes, *args, order=, seed=, workers=, check=, strict=)``. An array
-        is passed as a guarded copy and copied back, also when the launch fails; ``None`` is a null
-        pointer; everything else must be a NumPy scalar of the parameter's size.
+        ``f(grid, block, shared_bytes, *args, order=, seed=, workers=, check=, strict=, seconds=)``.
+        An array is passed as a guarded copy and copied back, also when the launch fails; ``None``
+        is a null pointer; everything else must be a NumPy scalar of the parameter's size.
 
     Examples
     --------

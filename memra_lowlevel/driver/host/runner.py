@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import threading
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,7 @@ import numpy.typing as npt
 
 from ... import errors
 from .build import Sanitizer, runtime_library
+from .options import KERNEL_SECONDS
 from .quick import quick
 from .reports import Failure, translate
 
@@ -49,6 +51,7 @@ __all__ = [
 Order = Literal["forward", "reverse", "random"]
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 MAX_SHARED_BYTES = 227 * 1024
+_LONGEST = 1e8  # seconds that a clock in nanoseconds can add
 Dim = int | tuple[int, ...]
 
 
@@ -59,6 +62,7 @@ class _Options(ctypes.Structure):
         ("seed", ctypes.c_uint64),
         ("strict", ctypes.c_uint32),
         ("check", ctypes.c_uint32),
+        ("seconds", ctypes.c_double),
     )
 
 
@@ -320,6 +324,7 @@ def run(
     workers: int = 1,
     check: bool = False,
     strict: bool = True,
+    seconds: float = KERNEL_SECONDS,
 ) -> None:
     """Run a launch to its end.
 
@@ -341,6 +346,8 @@ def run(
         Needs a module compiled with ``check=True``.
     strict : bool
         Whether a thread that returned makes a later barrier an error.
+    seconds : float
+        Time that the launch may take; ``math.inf`` is no limit.
 
     Raises
     ------
@@ -350,7 +357,8 @@ def run(
     LaunchLimit
         The launch was refused; nothing ran.
     """
-    options = _Options(ORDERS[order], workers, seed & 0xFFFFFFFFFFFFFFFF, strict, check)
+    limit = min(seconds, _LONGEST) if seconds < math.inf else 0.0
+    options = _Options(ORDERS[order], workers, seed & 0xFFFFFFFFFFFFFFFF, strict, check, limit)
     kind = runtime().memra_run(
         func, _dim3(grid), _dim3(block), shared_bytes, params_address,
         ctypes.byref(options), _per_thread.address,

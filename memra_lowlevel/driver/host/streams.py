@@ -304,7 +304,9 @@ class HostStreams(HostMemory):
                 legality.ILLEGAL_STATE, call, "no capture is under way", stream=stream
             )
         if capture.mode != CaptureMode.RELAXED and capture.thread != threading.get_ident():
-            error = self._error(legality.WRONG_THREAD, call, stream=stream)
+            alive = any(t.ident == capture.thread for t in threading.enumerate())
+            why = "" if alive else "the thread that began the capture has ended without ending it"
+            error = self._error(legality.WRONG_THREAD, call, why, stream=stream)
             self._drop_capture(capture)  # the capture is over all the same
             raise error
         if capture.origin is not st:

@@ -49,19 +49,48 @@ void pass_on(int signal, const siginfo_t* info) {
   if (info->si_code <= 0) raise(signal);  // sent by somebody: nothing would happen again by itself
 }
 
-void on_fault(int signal, siginfo_t* info, void* raw) {
-  ucontext_t* context = static_cast<ucontext_t*>(raw);
+struct Machine {  // of the interrupted thread
+  explicit Machine(void* raw) : context(static_cast<ucontext_t*>(raw)) {}
 #if defined(__x86_64__)
-  greg_t* registers = context->uc_mcontext.gregs;
-  const uintptr_t sp = uintptr_t(registers[REG_RSP]);
-  const uintptr_t pc = uintptr_t(registers[REG_RIP]);
-  const bool is_write = registers[REG_ERR] & 2;
+  uintptr_t sp() const { return uintptr_t(context->uc_mcontext.gregs[REG_RSP]); }
+  uintptr_t pc() const { return uintptr_t(context->uc_mcontext.gregs[REG_RIP]); }
+  bool is_write() const { return context->uc_mcontext.gregs[REG_ERR] & 2; }
 #else
-  const uintptr_t sp = context->uc_mcontext.sp;
-  const uintptr_t pc = context->uc_mcontext.pc;
-  const bool is_write = false;
+  uintptr_t sp() const { return context->uc_mcontext.sp; }
+  uintptr_t pc() const { return context->uc_mcontext.pc; }
+  bool is_write() const { return false; }
 #endif
-  Worker* w = worker_of(sp);
+
+  void copy_registers(uintptr_t* out) const {
+#if defined(__x86_64__)
+    constexpr int IN_ORDER[16] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP, REG_RSI, REG_RDI,
+                                  REG_R8,  REG_R9,  REG_R10, REG_R11, REG_R12, REG_R13, REG_R14, REG_R15};
+    for (int i = 0; i < 16; ++i) out[i] = uintptr_t(context->uc_mcontext.gregs[IN_ORDER[i]]);
+#else
+    for (int i = 0; i < 31; ++i) out[i] = context->uc_mcontext.regs[i];
+    out[31] = context->uc_mcontext.sp;
+#endif
+  }
+
+  // Goes on on the stack of the launch, as if the block had ended.
+  void leave(const Worker& w) {
+#if defined(__x86_64__)
+    greg_t* registers = context->uc_mcontext.gregs;
+    registers[REG_RSP] = greg_t(reinterpret_cast<uintptr_t>(w.main_sp));
+    registers[REG_RIP] = greg_t(reinterpret_cast<uintptr_t>(&memra_resume));
+    registers[REG_EFL] &= ~greg_t(0x400);
+#else
+    context->uc_mcontext.sp = reinterpret_cast<uintptr_t>(w.main_sp);
+    context->uc_mcontext.pc = reinterpret_cast<uintptr_t>(&memra_resume);
+#endif
+  }
+
+  ucontext_t* context;
+};
+
+void on_fault(int signal, siginfo_t* info, void* raw) {
+  Machine machine(raw);
+  Worker* w = worker_of(machine.sp());
   if (!w || !w->launch || info->si_code <= 0) {
     pass_on(signal, info);
     return;
@@ -70,17 +99,31 @@ void on_fault(int signal, siginfo_t* info, void* raw) {
   w->fault_signal = signal;
   w->fault_address = info->si_code == SI_KERNEL ? 0 : reinterpret_cast<uintptr_t>(info->si_addr);
   w->fault_has_address = info->si_code != SI_KERNEL;
-  w->fault_pc = pc;
-  w->fault_sp = sp;
-  w->fault_is_write = is_write;
-#if defined(__x86_64__)
-  registers[REG_RSP] = greg_t(reinterpret_cast<uintptr_t>(w->main_sp));
-  registers[REG_RIP] = greg_t(reinterpret_cast<uintptr_t>(&memra_resume));
-  registers[REG_EFL] &= ~greg_t(0x400);
-#else
-  context->uc_mcontext.sp = reinterpret_cast<uintptr_t>(w->main_sp);
-  context->uc_mcontext.pc = reinterpret_cast<uintptr_t>(&memra_resume);
-#endif
+  w->fault_pc = machine.pc();
+  w->fault_sp = machine.sp();
+  w->fault_is_write = machine.is_write();
+  machine.copy_registers(w->fault_registers);
+  machine.leave(*w);
+}
+
+// The time of a launch is over: see watchdog.cpp.
+void on_overdue(int signal, siginfo_t* info, void* raw) {
+  Machine machine(raw);
+  Worker* w = worker_of(machine.sp());
+  if (info->si_code != SI_TKILL || info->si_pid != getpid()) {
+    const struct sigaction& before = previous[signal];
+    if (before.sa_flags & SA_SIGINFO) before.sa_sigaction(signal, info, raw);
+    else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) before.sa_handler(signal);
+    return;
+  }
+  if (!w || !w->launch || !w->launch->overdue.load(std::memory_order_relaxed)) return;
+  if (machine.pc() - reinterpret_cast<uintptr_t>(w->copy->base) >= w->copy->n_bytes) return;
+  w->faulted = 1;
+  w->fault_signal = signal;
+  w->fault_address = 0;
+  w->fault_has_address = false;
+  w->fault_pc = machine.pc();
+  machine.leave(*w);
 }
 
 struct AltStack {
@@ -135,6 +178,17 @@ void install_fault_handler() {
   }
 }
 
+void install_overdue_handler() {
+  struct sigaction now, ours = {};
+  sigaction(OVERDUE_SIGNAL, nullptr, &now);
+  if ((now.sa_flags & SA_SIGINFO) && now.sa_sigaction == &on_overdue) return;
+  ours.sa_sigaction = &on_overdue;
+  ours.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_RESTART;
+  sigemptyset(&ours.sa_mask);
+  previous[OVERDUE_SIGNAL] = now;
+  sigaction(OVERDUE_SIGNAL, &ours, nullptr);
+}
+
 void register_worker(Worker* w) {
   const uint32_t i = n_registered.load(std::memory_order_relaxed);
   workers[i].store(w, std::memory_order_relaxed);
@@ -155,31 +209,6 @@ void note_pc(Worker& w, uintptr_t pc) {
   }
 }
 
-// Says in words where an address lies: "12 bytes past the end of a buffer of 4096 bytes".
-std::string describe_address(const Worker& w, uintptr_t at) {
-  char text[256];
-  const uintptr_t shared_end = reinterpret_cast<uintptr_t>(w.shared_base) + w.shared_mapped;
-  const uintptr_t shared = reinterpret_cast<uintptr_t>(w.context.shared);
-  if (at >= shared - PAGE && at < shared_end + PAGE) {
-    snprintf(text, sizeof text, "offset %lld of the dynamic shared memory of %u bytes",
-             (long long)(at - shared), w.context.shared_bytes);
-    return text;
-  }
-  if (at < (1u << 16)) {
-    snprintf(text, sizeof text, "a null pointer (address 0x%llx)", (unsigned long long)at);
-    return text;
-  }
-  Allocation a;
-  if (!find_allocation(at, &a)) {
-    snprintf(text, sizeof text, "address 0x%llx, which is no device memory", (unsigned long long)at);
-    return text;
-  }
-  snprintf(text, sizeof text, "offset %lld of %s of %llu bytes at 0x%llx",
-           (long long)(at - a.begin), a.freed ? "a freed buffer" : "a buffer",
-           (unsigned long long)a.n_bytes, (unsigned long long)a.begin);
-  return text;
-}
-
 void translate_fault(Worker& w) {
   Failure& f = w.failure;
   memset(&f, 0, sizeof f);
@@ -190,6 +219,14 @@ void translate_fault(Worker& w) {
   const uintptr_t into = (w.fault_address - stacks) % w.stack_bytes;
   if (w.fault_signal == SIGFPE) {
     snprintf(f.message, sizeof f.message, "integer division by zero, or of INT_MIN by -1");
+  } else if (w.fault_signal == OVERDUE_SIGNAL) {
+    std::string waits;
+    describe_waits(w, waits);
+    f.kind = FAIL_DEADLOCK;
+    snprintf(f.message, sizeof f.message,
+             "the launch did not end within %g s and was given up; in this block %s. If it only needs "
+             "longer, raise host_options(kernel_seconds=...)",
+             w.launch->seconds, waits.c_str());
   } else if (w.fault_signal == SIGILL || w.fault_signal == SIGTRAP) {
     snprintf(f.message, sizeof f.message, "the kernel reached a trap (unreachable code)");
   } else if (w.fault_has_address && w.fault_address >= stacks &&
@@ -204,7 +241,7 @@ void translate_fault(Worker& w) {
   } else {
     f.kind = FAIL_BOUNDS;
     snprintf(f.message, sizeof f.message, "%s out of bounds: %s",
-             w.fault_is_write ? "write" : "access", describe_address(w, w.fault_address).c_str());
+             w.fault_is_write ? "write" : "access", describe_fault_address(w).c_str());
   }
 }
 

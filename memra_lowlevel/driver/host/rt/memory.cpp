@@ -115,6 +115,15 @@ bool find_allocation(uintptr_t at, Allocation* found) {
   return any;
 }
 
+// The live buffer that a pointer points into, or right behind.
+bool buffer_at(uintptr_t at, Allocation* found) {
+  std::lock_guard<std::mutex> lock(memory_mutex);
+  auto next = live.upper_bound(at);
+  if (next == live.begin()) return false;
+  *found = std::prev(next)->second;
+  return at - found->begin <= found->n_bytes;
+}
+
 }  // namespace memra
 
 using namespace memra;

@@ -1,7 +1,6 @@
 // The host runtime as one translation unit: launches, the worker pool, and the parts it includes.
 #include "rt.h"
 
-#include <pthread.h>
 #include <sys/mman.h>
 
 #include <condition_variable>
@@ -11,14 +10,18 @@
 #include <thread>
 
 #include "memory.cpp"
+#include "addresses.cpp"
 #include "faults.cpp"
 #include "fiber.cpp"
+#include "failures.cpp"
 #include "scheduler.cpp"
+#include "block.cpp"
 #include "copies.cpp"
 #include "shadow.cpp"
 #include "check.cpp"
 #include "module.cpp"
 #include "undefined.cpp"
+#include "watchdog.cpp"
 
 namespace memra {
 
@@ -74,6 +77,8 @@ uint64_t nth_block(const LaunchState& launch, uint64_t i) {
 
 void run_blocks(Worker& w, LaunchState& launch, const ModuleCopy& copy) {
   begin_launch(w, launch, copy);
+  w.os_thread = pthread_self();
+  w.runs.store(true);
   w.failure.kind = FAIL_NONE;
   if (launch.check && !check_launch(w, copy)) {
     w.failure.kind = FAIL_LIMIT;
@@ -91,6 +96,7 @@ void run_blocks(Worker& w, LaunchState& launch, const ModuleCopy& copy) {
     }
   }
   if (launch.check) check_launch_done(w);
+  w.runs.store(false);
   w.launch = nullptr;
 }
 
@@ -137,7 +143,9 @@ class Pool {
   void serve(uint32_t index) {
     sigset_t all;
     sigfillset(&all);
-    for (int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP}) sigdelset(&all, signal);
+    for (int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, OVERDUE_SIGNAL}) {
+      sigdelset(&all, signal);
+    }
     pthread_sigmask(SIG_SETMASK, &all, nullptr);
     enter_thread_for_faults();
     uint64_t seen = 0;
@@ -179,6 +187,7 @@ void after_fork_parent() {
 }
 void after_fork_child() {
   pool = new Pool();
+  watchdog = new Watchdog();
   after_fork_parent();
 }
 const int fork_hooks = pthread_atfork(before_fork, after_fork_parent, after_fork_child);
@@ -199,6 +208,7 @@ struct MemraRunOptions {
   uint32_t order, n_workers;
   uint64_t seed;
   uint32_t strict, check;
+  double seconds;
 };
 
 // Runs a launch to its end. 0, or the kind of failure with `out` filled.
@@ -215,6 +225,7 @@ MEMRA_EXPORT int memra_run(Function* f, const uint32_t* grid, const uint32_t* bl
   launch.seed = options->seed;
   launch.strict = options->strict;
   launch.check = options->check;
+  launch.seconds = options->seconds;
   launch.n_blocks = uint64_t(grid[0]) * grid[1] * grid[2];
   const uint64_t n_threads = uint64_t(block[0]) * block[1] * block[2];
   if (!launch.n_blocks || !n_threads) return refuse(out, launch, "a dimension of the launch is 0");
@@ -245,6 +256,7 @@ MEMRA_EXPORT int memra_run(Function* f, const uint32_t* grid, const uint32_t* bl
   }
   std::lock_guard<std::mutex> lock(run_mutex);
   install_fault_handler();
+  if (launch.seconds > 0) install_overdue_handler();
   enter_thread_for_faults();
   std::string error;
   for (uint32_t i = 0; i < n_workers; ++i) {
@@ -252,6 +264,9 @@ MEMRA_EXPORT int memra_run(Function* f, const uint32_t* grid, const uint32_t* bl
     if (!copy_for_worker(*f->module, i, &error)) return refuse(out, launch, error);
   }
   if (!launch.check) note_untracked_launch();
+  Worker* taking_part[64];
+  for (uint32_t i = 0; i < n_workers; ++i) taking_part[i] = all_workers[i].get();
+  TimeLimit limit(launch, taking_part, n_workers);
   if (n_workers == 1) {
     run_blocks(*all_workers[0], launch, f->module->copies[0]);
   } else {

@@ -5,6 +5,7 @@
 // thread that blocks leaves its stack behind. A blocked thread switches straight to the next thread
 // that can run; there is no scheduler loop.
 #pragma once
+#include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
 
@@ -30,6 +31,7 @@ constexpr uint32_t MAX_SHARED_BYTES = 227 * 1024;
 constexpr size_t PAGE = 4096;
 constexpr uint32_t MAX_SLOTS = 4096;  // masks that warps of a block wait under at one time
 constexpr uint8_t POISON = 0xff;
+constexpr int OVERDUE_SIGNAL = SIGURG;  // does nothing where nobody waits for it
 
 enum Order : uint32_t { ORDER_FORWARD, ORDER_REVERSE, ORDER_RANDOM };
 
@@ -214,12 +216,15 @@ struct Worker {
   Failure failure;
   volatile sig_atomic_t faulted = 0;  // set by the signal handler
   int fault_signal = 0;
+  uintptr_t fault_registers[32];      // as the machine's instructions number them
   uintptr_t fault_address = 0, fault_pc = 0;
   uintptr_t fault_sp = 0;
   bool fault_is_write = false, fault_has_address = false;
   uint64_t failed_at = 0;
   uintptr_t fail_pc = 0;  // where the kernel called the runtime, for a failure without a site
   uint32_t ordinal = 0;
+  pthread_t os_thread;                // while it runs blocks
+  std::atomic<bool> runs{false};
 
   Worker(uint32_t ordinal);
   Worker(const Worker&) = delete;
@@ -234,20 +239,25 @@ struct LaunchState {
   uint64_t seed;
   uint64_t n_blocks;
   bool strict, check;
+  double seconds;                        // limit of time; 0 is none
   std::atomic<uint64_t> next_block{0};
   std::atomic<bool> stop{false};
+  std::atomic<bool> overdue{false};
   uint64_t order_a = 1, order_b = 0;     // block i of the random order is (a * i + b) mod n
 };
 
+// failures.cpp
 [[noreturn]] void fail(Worker& w, int kind, const Site* site, const char* format, ...)
     __attribute__((format(printf, 4, 5)));
 [[noreturn]] void leave_block(Worker& w);
 void note_place(Worker& w, int kind, uint32_t thread);
-void begin_launch(Worker& w, LaunchState& launch, const ModuleCopy& copy);
-bool run_block(Worker& w, const ModuleCopy& copy, uint64_t block);
 std::string place_of(const Site* site);
 std::string thread_name(const Worker& w, uint32_t thread);
 void describe_waits(Worker& w, std::string& out);
+
+// block.cpp
+void begin_launch(Worker& w, LaunchState& launch, const ModuleCopy& copy);
+bool run_block(Worker& w, const ModuleCopy& copy, uint64_t block);
 
 // check.cpp
 bool check_launch(Worker& w, const ModuleCopy& copy);
@@ -274,17 +284,22 @@ struct Allocation {
   bool freed;
 };
 bool find_allocation(uintptr_t at, Allocation* found);
+bool buffer_at(uintptr_t at, Allocation* found);
 extern uintptr_t arena_begin;
 extern size_t arena_bytes;
 
 // faults.cpp
 void install_fault_handler();
+void install_overdue_handler();
 void enter_thread_for_faults();
 void register_worker(Worker* w);
 Worker* worker_of(uintptr_t sp);
 void note_pc(Worker& w, uintptr_t pc);
-std::string describe_address(const Worker& w, uintptr_t at);
 void translate_fault(Worker& w);
+
+// addresses.cpp
+std::string describe_address(const Worker& w, uintptr_t at);
+std::string describe_fault_address(const Worker& w);
 
 // module.cpp
 const ModuleCopy* copy_for_worker(Module& m, uint32_t worker, std::string* error);
