@@ -456,7 +456,7 @@ class UninitialisedRead(HostCheckError):
 
 
 class Deadlock(HostCheckError):
-    """Threads wait for each other for ever."""
+    """Threads wait for each other for ever, or a launch exceeds its limit of time."""
 
 
 class LeakError(MemraError):
