@@ -19,7 +19,7 @@ from memra_lowlevel.runtime import Arena, Buffer, Device, Stream
 from .fetch import smollm2_path
 from .tiny import MADE_UP, made_up
 from .tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer
-from .weights import Config, Tensor, Weights, matrix_names, read_gguf
+from .weights import Config, Tensor, Weights, check_installed, matrix_names, read_gguf
 
 
 class KvPlane(KvRows, Protocol):
@@ -175,7 +175,10 @@ class Model:
         if name in MADE_UP:
             weights = made_up(name)
         else:
-            weights = read_gguf(smollm2_path() if name == "smollm2" else name)
+            if name == "smollm2":
+                check_installed("gguf", "regex")
+                name = str(smollm2_path())
+            weights = read_gguf(name)
         return cls(device, stream, weights, max_ctx=max_ctx)
 
     def workspace(self, n_rows_max: int) -> Workspace:

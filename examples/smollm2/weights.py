@@ -5,6 +5,7 @@ Nothing here touches a device. A tensor keeps the bytes of the file.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,25 @@ def required_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 OPTIONAL_TENSORS = ("output.weight", "rope_freqs.weight")
 
 
+def check_installed(*packages: str) -> None:
+    """Check that packages which reading a model needs are there, before anybody fetches one.
+
+    Raises
+    ------
+    ModelError
+        One of them is missing.
+    """
+    for package in packages:
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise ModelError(
+                f"Reading this model needs the package {package}, which is not installed "
+                f"({error}). Install the extra, pip install 'memra-lowlevel[demo]', "
+                "or use --model tiny."
+            ) from error
+
+
 def read_gguf(path: str | Path) -> Weights:
     """Read a Llama model.
 
@@ -166,14 +186,9 @@ def read_gguf(path: str | Path) -> Weights:
     path = Path(path)
     if not path.is_file():
         raise ModelError(f"{path}: there is no such file. {ALTERNATIVES}")
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise ModelError(
-            "Reading a GGUF file needs the package gguf, which is not installed "
-            f"({error}). Install the extra, pip install 'memra-lowlevel[demo]', "
-            "or use --model tiny."
-        ) from error
+    check_installed("gguf")
+    from gguf import GGUFReader
+
     try:
         reader = GGUFReader(path)
         metadata = {name: entry.contents() for name, entry in reader.fields.items()}

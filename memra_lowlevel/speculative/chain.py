@@ -114,7 +114,8 @@ class DraftChain(Closing):
         CaptureError
             The captured step holds a memory node.
         MemraError, TokenError
-            ``k_max`` does not fit the io; the map holds a token that the target does not know.
+            ``k_max`` does not fit the io; the map holds a token that the target does not know; the
+            body records nothing on the stream that it is given.
         """
         if not 1 <= k_max <= io.k_max:
             raise MemraError(f"DraftChain: k_max {k_max} must lie in 1..{io.k_max}, that of its io")
@@ -131,12 +132,15 @@ class DraftChain(Closing):
         planes.prepare(stream, 1)
         kernels.prepare(io.device)
 
-        def step(stream: Stream) -> None:
-            body(stream)
+        def advance(stream: Stream) -> None:
             kernels.chain_advance(
                 stream, io.block, io.draft_d, planes.counters, n_vocab=n_vocab, k_max=k_max,
                 token_map=token_map,
             )  # fmt: skip
+
+        def step(stream: Stream) -> None:
+            body(stream)
+            advance(stream)
 
         try:
             for _ in range(warmups):
@@ -146,7 +150,14 @@ class DraftChain(Closing):
                 planes.set_len(stream, length)
                 stream.sync()
             with stream.capture(name) as graph:
-                step(stream)
+                begun = _work_of(stream)
+                body(stream)
+                if _work_of(stream) == begun:
+                    raise MemraError(
+                        f'DraftChain: the body of "{name}" recorded nothing on stream '
+                        f'"{stream.name}"; it must launch its step on the stream that it is given'
+                    )
+                advance(stream)
                 planes.moved(stream, 1)
             exec_ = graph.instantiate()
             memory_nodes = exec_.describe().memory_nodes
@@ -280,3 +291,9 @@ class DraftChain(Closing):
     def close(self) -> None:
         """Close the executable graph; the planes and the io belong to whoever made them."""
         self.exec.close()
+
+
+def _work_of(stream: Stream) -> dict[int, int]:
+    """Return what the capture of a stream has seen on it so far."""
+    recording = stream.recording
+    return {} if recording is None else recording.clock_of(stream)

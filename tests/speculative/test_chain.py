@@ -50,6 +50,18 @@ class Toy:
         return self.io.drafts(k)
 
 
+def test_a_body_that_records_nothing(device, stream):
+    toy = Toy(device, stream)
+    with device.stream(name="other") as other:
+        for body in (lambda s: None, lambda s: toy.out.fill(other, 0)):
+            with pytest.raises(MemraError, match='"draft" recorded nothing on stream'):
+                DraftChain.capture(stream, body, toy.io, toy.layer, 2)
+            assert toy.layer.len == 0 and stream.recording is None
+        other.sync()
+    usable(device, stream)
+    toy.chain.close()
+
+
 def usable(device, stream):
     buffer = device.zeros(4, np.int32, stream)
     with stream.capture("fresh") as graph:
