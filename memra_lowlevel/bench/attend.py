@@ -281,7 +281,8 @@ def _halves(both: Buffer, n: int) -> tuple[Buffer, Buffer]:
 
 
 def _attending(run: Run, layer: KvLayer, q: Buffer, out: Buffer) -> Callable[[], None]:
-    return lambda: layer.attend(run.stream, q, out)
+    # As in a model's chain: each kernel may start while the one before it ends.
+    return lambda: layer.attend(run.stream, q, out, programmatic=True)
 
 
 def _appending(run: Run, layer: KvLayer, both: Buffer) -> Callable[[], None]:

@@ -334,8 +334,7 @@ def prepare(
     if n_kv_heads is not None:
         choice = choose(device, k_format, v_format, head_dim, head_dim_v, n_kv_heads=n_kv_heads)
         if choice.kernel == "mma":
-            for n in (1, max_rows):
-                kv_attend_mma.prepare(device, head_dim, n_kv_heads, n_queries=n * group)
+            kv_attend_mma.prepare(device, head_dim, n_kv_heads, n_queries=max_rows * group)
             return
     widest = max(head_dim, head_dim_v)
     wanted = {queries_at_once(n * group, widest) for n in (1, max_rows)}

@@ -49,8 +49,10 @@ registry.register(
         entry="attend_mma<{head_dim}, {queries}, {heads}>",
         instances=tuple(
             {"head_dim": d, "queries": queries, "heads": heads}
-            for d, heads in ((64, 8), (128, 8), (256, 2))
-            for queries in (4, 8)
+            for d, queries, heads in (
+                (64, 4, 4), (64, 8, 4), (128, 4, 8), (128, 8, 8), (128, 8, 2),
+                (256, 4, 2), (256, 4, 1),
+            )
         ),
         oracle="memra_lowlevel.reference.attend:attend",
         tolerance=_TOLERANCE,
@@ -162,9 +164,11 @@ def attend(
 
 
 def prepare(device: Device, head_dim: int, n_kv_heads: int, *, n_queries: int = 1) -> None:
-    """Compile and load what launches of ``n_queries`` (rows x group) need."""
-    shape = _shape(head_dim, n_kv_heads, n_queries, device.limits.shared_optin_bytes)
-    _kernels(device, head_dim, shape.queries, shape.heads)
+    """Compile and load what launches of up to ``n_queries`` (rows x group) need."""
+    room = device.limits.shared_optin_bytes
+    shapes = [_shape(head_dim, n_kv_heads, n, room) for n in range(1, n_queries + 1)]
+    for queries, heads in sorted({(s.queries, s.heads) for s in shapes}):
+        _kernels(device, head_dim, queries, heads)
 
 
 def workspace_bytes(n_rows: int, n_heads: int, head_dim: int, slots: int) -> int:
@@ -233,19 +237,24 @@ def _shape(head_dim: int, n_kv_heads: int, n_queries: int, room: int) -> _Shape:
             + 3 * _STAGES * 8
         )
 
-    teams = wanted
-    while teams > 1 and (aligned * teams * team > most or shared(aligned, teams) > room):
+    def resident(heads: int, teams: int) -> int:
+        blocks = (room + 1024) // (shared(heads, teams) + 1024)
+        return min(most // (heads * teams * team), blocks)
+
+    def busy(heads: int, teams: int) -> int:
+        return resident(heads, teams) * heads * teams * team
+
+    # Few instances: for one team (head_dim 256: two) the heads that keep most warps busy, else as
+    # few as can be.
+    teams = min(wanted, 2 if head_dim > 128 else 1)
+    choices = [aligned << i for i in range(5) if n_kv_heads % (aligned << i) == 0]
+    heads = max(choices, key=lambda h: (busy(h, teams), h if busy(h, teams) else -h))
+    if wanted > teams:
+        teams, heads = wanted, aligned
+    while teams > 1 and not resident(heads, teams):
         teams = -(-teams // 2)
-    heads = aligned
-    while (
-        n_kv_heads % (2 * heads) == 0
-        and 2 * heads * teams * team <= most
-        and shared(2 * heads, teams) <= room
-    ):
-        heads *= 2
     used = shared(heads, teams)
-    resident = max(1, min(most // (heads * teams * team), (room + 1024) // (used + 1024)))
-    return _Shape(queries, teams, heads, -(-wanted // teams), used, resident)
+    return _Shape(queries, teams, heads, -(-wanted // teams), used, max(1, resident(heads, teams)))
 
 
 _PLACE = 112

@@ -22,6 +22,11 @@ DRIVES = {
         *test_same_bits.DRIVES.items(),
         ("latent/attend.cu", functools.partial(test_same_bits.latent, "attend.cu")),
         ("kv/attend_mma.cu", lambda: test_every_barrier.attend_mma("kv/attend_mma.cu")),
+        (
+            "latent/attend_mma.cu",
+            lambda: test_every_barrier.latent("attend_mma.cu")("latent/attend_mma.cu"),
+        ),
+        ("speculative/loop.cu", lambda: test_every_barrier.loop("speculative/loop.cu")),
     )
     if source not in ELSEWHERE
 }
