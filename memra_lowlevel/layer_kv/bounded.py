@@ -23,6 +23,7 @@ __all__ = [
     "BoundedSnapshot",
     "BoundedState",
     "BoundedWeights",
+    "check_ring",
     "validate_anchor",
 ]
 
@@ -268,6 +269,30 @@ class BoundedState:
             getattr(other, name)[...] = getattr(self, name)
         other.seen, other.undo_len, other.undo_next = self.seen, self.undo_len, self.undo_next
         return other
+
+
+def check_ring(ring: BoundedState, w: BoundedWeights, rope: BoundedRope) -> None:
+    """Check that weights and rope are some, and fit a ring.
+
+    Raises
+    ------
+    KvShapeError
+        Naming what does not fit.
+    """
+    nkv, hd = ring.num_kv_heads, ring.head_dim
+    if not (isinstance(w, BoundedWeights) and isinstance(rope, BoundedRope)):
+        raise KvShapeError(
+            f"w, rope: {type(w).__name__} and {type(rope).__name__} where BoundedWeights and "
+            "BoundedRope are needed"
+        )
+    if w.sink_k.shape[0] != nkv or w.sink_k.shape[2] != hd:
+        raise KvShapeError(f"w: sinks of shape {w.sink_k.shape} for {nkv} heads of {hd}")
+    if w.window != ring.window or rope.window != ring.window:
+        raise KvShapeError(
+            f"window: weights {w.window} and rope {rope.window}, but the ring has {ring.window}"
+        )
+    if 2 * rope.half > hd:
+        raise KvShapeError(f"rope: {rope.half} pairs for {hd} channels")
 
 
 def validate_anchor(

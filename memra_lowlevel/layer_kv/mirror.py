@@ -14,7 +14,9 @@ from memra_lowlevel.kernels import layer_kv as launches
 from memra_lowlevel.kernels.counters import add_counters, set_counters
 from memra_lowlevel.runtime import Buffer, Device, Stream
 
-from .bounded import BoundedRope, BoundedWeights
+from .attend import default_scale
+from .bounded import BoundedRope, BoundedWeights, check_ring
+from .inputs import count, scalar
 from .layer import LayerKvCache
 
 __all__ = ["FarMirror", "RingMirror", "RowMirror"]
@@ -39,6 +41,8 @@ class RowMirror:
     """
 
     def __init__(self, device: Device, layer: LayerKvCache, cap: int, stream: Stream):
+        _expect_layer("RowMirror", layer)
+        cap = count(cap, "cap", 1)
         if layer.bounded is not None or layer.o1_sealed():
             raise KvStateError("RowMirror: this layer keeps no rows")
         self.layer, self.device = layer, device
@@ -140,10 +144,13 @@ class RowMirror:
         imp: Buffer | None = None,
     ) -> None:
         """Attend all query heads; see :func:`memra_lowlevel.kernels.layer_kv.attend`."""
-        factor = float(np.float32(1) / np.sqrt(np.float32(self.rows.hd)))
+        factor = default_scale(self.rows.hd) if scale is None else scalar(scale, "scale")
+        cap = scalar(softcap, "softcap")
+        if cap < 0:
+            raise KvStateError(f"attend: softcap {softcap!r} is negative; 0 leaves the scores")
         launches.attend(
-            stream, self.rows, q, out, scores, n_heads=n_heads,
-            scale=factor if scale is None else scale, window=window, softcap=softcap, sinks=sinks,
+            stream, self.rows, q, out, scores, n_heads=count(n_heads, "n_heads", 1),
+            scale=float(factor), window=count(window, "window"), softcap=float(cap), sinks=sinks,
             imp=imp,
         )  # fmt: skip
 
@@ -159,11 +166,11 @@ class RingMirror:
         rope: BoundedRope,
         stream: Stream,
     ):
+        _expect_layer("RingMirror", layer)
         ring = layer.bounded
         if ring is None:
             raise KvStateError("RingMirror: this layer has no ring")
-        if w.window != ring.window or rope.window != ring.window:
-            raise KvShapeError(f"RingMirror: ring of {ring.window}, {w.window} and {rope.window}")
+        check_ring(ring, w, rope)
         if ring.seen >= 2**31:
             raise KvShapeError("RingMirror: more positions than a device counter holds")
         send = device.from_numpy
@@ -180,10 +187,11 @@ class RingMirror:
         num_heads: int,
     ) -> None:  # fmt: skip
         """Insert one position and attend; see the layer's `bounded_step`."""
+        heads = count(num_heads, "num_heads", 1)
         launches.ring_step(
             stream, self.ring_k, self.ring_v, self.seen_d, self.sink_k, self.sink_v, self.cos,
-            self.sin, q, k, v, out, hpk=num_heads // self.ring_k.shape[0], n_sinks=self.n_sinks,
-            half=self.half, scale=scale,
+            self.sin, q, k, v, out, hpk=heads // self.ring_k.shape[0], n_sinks=self.n_sinks,
+            half=self.half, scale=float(scalar(scale, "scale")),
         )  # fmt: skip
         add_counters(stream, self.seen_d, 1)
 
@@ -192,6 +200,7 @@ class FarMirror:
     """A sealed override on a device; after the upload the device's copy is the valid one."""
 
     def __init__(self, device: Device, layer: LayerKvCache, stream: Stream):
+        _expect_layer("FarMirror", layer)
         if layer.o1_views() is None or layer.o1 is None or layer.o1.state is None:
             raise KvStateError("FarMirror: this layer is not sealed with a far field")
         s = layer.o1.state
@@ -211,3 +220,8 @@ class FarMirror:
     def step(self, stream: Stream, q: Buffer, k: Buffer, v: Buffer, out: Buffer) -> None:
         """Insert one position and attend; see the layer's `o1_step`."""
         launches.far_step(stream, self.state, q, k, v, out)
+
+
+def _expect_layer(what: str, layer: Any) -> None:
+    if not isinstance(layer, LayerKvCache):
+        raise KvShapeError(f"{what}: {type(layer).__name__} is no LayerKvCache")

@@ -9,7 +9,7 @@ import numpy as np
 from memra_lowlevel.errors import KvShapeError, KvStateError
 
 from .base import LayerBase
-from .bounded import BoundedRope, BoundedSnapshot, BoundedState, BoundedWeights
+from .bounded import BoundedRope, BoundedSnapshot, BoundedState, BoundedWeights, check_ring
 from .inputs import array_in, array_inout, count, scalar
 from .modes import WireKind
 
@@ -82,21 +82,9 @@ class BoundedMethods(LayerBase):
         query = array_in(q, "q", nh * hd).reshape(nh, hd)
         key, value = array_in(k, "k", nkv * hd), array_in(v, "v", nkv * hd)
         target = array_inout(out, "out", nh * hd).reshape(nh, hd)
-        if not (isinstance(w, BoundedWeights) and isinstance(rope, BoundedRope)):
-            raise KvShapeError(
-                f"w, rope: {type(w).__name__} and {type(rope).__name__} where BoundedWeights and "
-                "BoundedRope are needed"
-            )
+        check_ring(ring, w, rope)
         if np.may_share_memory(target, ring.ring_k) or np.may_share_memory(target, ring.ring_v):
             raise KvShapeError("out: must not lie in the ring")
-        if w.sink_k.shape[0] != nkv or w.sink_k.shape[2] != hd:
-            raise KvShapeError(f"w: sinks of shape {w.sink_k.shape} for {nkv} heads of {hd}")
-        if w.window != ring.window or rope.window != ring.window:
-            raise KvShapeError(
-                f"window: weights {w.window} and rope {rope.window}, but the ring has {ring.window}"
-            )
-        if 2 * rope.half > hd:
-            raise KvShapeError(f"rope: {rope.half} pairs for {hd} channels")
         factor = scalar(scale, "scale")
         for name, x in (("q", query), ("k", key), ("v", value)):
             if not np.isfinite(x).all():
