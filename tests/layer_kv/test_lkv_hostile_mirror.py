@@ -18,7 +18,7 @@ def zeros(device, stream, *shape):
 
 
 def launched(device):
-    return sum(n for call, n in device.driver.counts.items() if call.startswith("cuLaunchKernel"))
+    return sum(n for call, n in device.driver.counts().items() if call.startswith("cuLaunchKernel"))
 
 
 @pytest.fixture
