@@ -13,7 +13,7 @@ from memra_lowlevel.errors import KvShapeError, KvStateError
 
 from .arith import F32
 from .bounded import BoundedState
-from .inputs import array_in, count, flags_in
+from .inputs import array_in, count, flags_in, read_only
 from .modes import KvMode, WireKind
 from .nystrom import O1State
 from .store import Stores
@@ -125,9 +125,7 @@ class LayerBase:
     @property
     def imp(self) -> F32:
         """Accumulated probability mass per row, read-only ``[rows]``."""
-        view = self._imp[: self._n_imp]
-        view.flags.writeable = False
-        return view
+        return read_only(self._imp[: self._n_imp])
 
     # -- recurrent vectors ----------------------------------------------------------------------
 

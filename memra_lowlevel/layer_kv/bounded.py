@@ -326,6 +326,8 @@ def validate_anchor(
         return
     if not bounded:
         raise KvStateError("the file has an anchor record, but no bounded layer")
+    if not isinstance(record, Mapping):
+        raise KvStateError(f"anchor record: {type(record).__name__} is no mapping")
     wanted = {"kind": "swa_sink_v1", "rope": "relative_in_window", "sink_scores": "nope"}
     for key, value in wanted.items():
         if record.get(key) != value:

@@ -12,7 +12,7 @@ from memra_lowlevel.errors import KvShapeError, KvStateError
 
 from .arith import F32
 
-__all__ = ["array_in", "array_inout", "count", "flags_in", "real", "scalar"]
+__all__ = ["array_in", "array_inout", "count", "flags_in", "read_only", "real", "scalar"]
 
 
 def array_in(x: Any, name: str, size: int | None = None) -> F32:
@@ -68,6 +68,12 @@ def count(x: SupportsIndex, name: str, low: int = 0) -> int:
     if n < low:
         raise KvShapeError(f"{name}: {n} where at least {low} is needed")
     return n
+
+
+def read_only(x: F32) -> F32:
+    """Return a view that nobody can make writable again, as a mere flag would allow."""
+    view: F32 = np.asarray(memoryview(x).toreadonly())  # type: ignore[arg-type]
+    return view
 
 
 def real(x: Any, name: str) -> float:

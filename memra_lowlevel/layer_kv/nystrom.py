@@ -17,7 +17,7 @@ from memra_lowlevel.errors import KvShapeError, KvStateError
 
 from . import compiled, loops
 from .arith import F32
-from .inputs import array_in, count
+from .inputs import array_in, count, read_only
 from .modes import O1Rect
 from .skeleton import SLACK, m_effective, pinv_ridge, segments
 
@@ -265,18 +265,14 @@ class NystromState:
         self.struct: Any = loops.nystrom_struct(self) if compiled.lib is not None else None
 
     def _view(self, g: int) -> O1DeviceView:
-        def read(a: F32) -> F32:
-            a.flags.writeable = False
-            return a
-
         heads = tuple(
             O1HeadView(
                 bool(self.fm),
-                read(self.t[h]),
-                read(self.z[h]),
-                read(self.mu[h]),
-                read(self.ql[h]),
-                read(self.pinv[h]),
+                read_only(self.t[h]),
+                read_only(self.z[h]),
+                read_only(self.mu[h]),
+                read_only(self.ql[h]),
+                read_only(self.pinv[h]),
                 float(self.shift[h]),
             )
             for h in range(g * self.hpk, (g + 1) * self.hpk)
@@ -291,11 +287,11 @@ class NystromState:
             self.win_len,
             self.win_head,
             self.far_len,
-            read(self.win_k[g]),
-            read(self.win_v[g]),
-            read(self.sink_k[g]),
-            read(self.sink_v[g]),
-            read(self.kl[g]),
+            read_only(self.win_k[g]),
+            read_only(self.win_v[g]),
+            read_only(self.sink_k[g]),
+            read_only(self.sink_v[g]),
+            read_only(self.kl[g]),
             heads,
         )
 

@@ -65,6 +65,8 @@ class O1Plan:
     @staticmethod
     def from_hint(hint: Mapping[str, Any]) -> O1Plan:
         """Read a file's hint ``{"layers": ..., "m": ..., "w": ..., "sink": ...}``."""
+        if not isinstance(hint, Mapping):
+            raise KvStateError(f"hint: {type(hint).__name__} is no mapping")
         given = hint.get("layers")
         if isinstance(given, str) or given is None:
             layers = parse_layers(given)

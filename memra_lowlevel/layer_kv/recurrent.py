@@ -54,7 +54,7 @@ def short_conv_len(kernel: int, hidden: int) -> int:
 
 def decay_from_log(a_log: Any) -> F64:
     """Return ``exp(-exp(A_log))`` in float64."""
-    out: F64 = np.exp(-np.exp(np.asarray(a_log, np.float64)))
+    out: F64 = np.exp(-np.exp(_float64(a_log, "a_log")))
     return out
 
 
@@ -167,10 +167,7 @@ class PhaseCore:
         self.n_phase = count(n_phase, "n_phase", 1)
         self.value_width = count(value_width, "value_width", 1)
         width = 2 * self.n_phase
-        try:
-            self.decay: F64 = np.array(decay, np.float64).reshape(-1)
-        except (TypeError, ValueError) as error:
-            raise KvShapeError(f"decay: no vector of numbers: {error}") from None
+        self.decay: F64 = _float64(decay, "decay").reshape(-1)
         if self.decay.size != self.n_heads * width:
             raise KvShapeError(f"decay: {self.decay.size} values for {self.n_heads} x {width}")
         if not ((self.decay > 0.0) & (self.decay <= 1.0)).all():
@@ -315,3 +312,10 @@ class PhaseCore:
                 f"linear_state: {vector.size} floats where this core needs {self.state_len}"
             )
         return vector
+
+
+def _float64(x: Any, name: str) -> F64:
+    try:
+        return np.array(x, np.float64)
+    except (TypeError, ValueError) as error:
+        raise KvShapeError(f"{name}: no numbers: {error}") from None

@@ -23,6 +23,7 @@ from memra_lowlevel.errors import KvStateError
 
 from . import compiled, loops
 from .arith import F32
+from .inputs import read_only
 from .modes import KvMode
 
 __all__ = ["K_GROUP", "WARM_ROWS", "Frozen", "Stores"]
@@ -213,9 +214,7 @@ class Stores:
 
     def view(self, side: str, h: int) -> F32:
         """Return the float32 rows ``[rows, hd]`` of one side of a head, read-only."""
-        rows: F32 = getattr(self, side)[h, : int(self.rows[h])]
-        rows.flags.writeable = False
-        return rows
+        return read_only(getattr(self, side)[h, : int(self.rows[h])])
 
     def n_bytes(self) -> int:
         """Return the bytes of the rows and column fields, by length and not by capacity."""

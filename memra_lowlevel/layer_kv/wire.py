@@ -118,10 +118,19 @@ def identity_of(description: Mapping[str, Any] | None) -> int:
     """Return the wire identity of an operator's description; 0 for None.
 
     The description is hashed as compact JSON with sorted keys.
+
+    Raises
+    ------
+    KvWireError
+        If it is nothing that JSON can hold.
     """
     if description is None:
         return 0
-    return hash64(json.dumps(description, sort_keys=True, separators=(",", ":")).encode())
+    try:
+        text = json.dumps(description, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise KvWireError(f"identity_of: the description is no JSON: {error}") from None
+    return hash64(text.encode())
 
 
 def pack_header(identity: int, layer: int, kind: WireKind, f16: bool, position: int) -> bytes:

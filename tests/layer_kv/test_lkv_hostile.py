@@ -18,10 +18,14 @@ from memra_lowlevel.layer_kv import (
     KvCache,
     KvMode,
     LayerKvCache,
+    O1Plan,
     PhaseCore,
     WireKind,
     compiled,
+    decay_from_log,
     hash64,
+    identity_of,
+    validate_anchor,
 )
 
 F32 = KvMode.F32
@@ -161,6 +165,22 @@ def test_what_holds_no_bytes(data):
         hash64(data)
 
 
+@pytest.mark.parametrize("what", [{"a": object()}, {"a": float("nan")}, {1: 2, "a": 1}])
+def test_descriptions_that_json_cannot_hold(what):
+    with pytest.raises(KvWireError):
+        identity_of(what)
+
+
+def test_views_stay_read_only():
+    c, far = layer(), sealed()
+    view = far.o1_views()[0]
+    arrays = [c.head_keys(0), c.head_values(0), c.imp, view.win_k, view.sink_v, view.k_landmarks]
+    for array in [*arrays, view.heads[0].t, view.heads[0].pinv]:
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            array.flags.writeable = True
+    assert np.shares_memory(c.head_keys(0), c._stores.k) and c.head_keys(0).shape == (3, 4)
+
+
 # -- forged or foreign objects ------------------------------------------------------------------
 
 
@@ -203,7 +223,15 @@ def test_rope_scale(scale, error):
             BoundedRope(4, ones(2), scale)
 
 
+def test_records_are_mappings():
+    for call in (lambda: validate_anchor([], ["BoundedAttention"]), lambda: O1Plan.from_hint([])):
+        with pytest.raises(KvStateError, match="no mapping"):
+            call()
+
+
 def test_core_parameters_are_numbers():
+    with pytest.raises(KvShapeError):
+        decay_from_log("x")
     for kw in ({"decay": ["a", "b"]}, {"decay": ones(2), "mass": "x"}):
         with pytest.raises(KvShapeError):
             PhaseCore(1, 1, 1, **kw)
