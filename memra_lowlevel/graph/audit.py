@@ -237,7 +237,8 @@ class _Walk:
                 self._pointer(name, param.name, int.from_bytes(raw, "little"))
                 continue
             value = launcher.encoder.decode(i, raw) if launcher is not None else raw
-            self.scalars.append(Frozen(name, param.name, value))
+            told = f"{param.ctype} of {len(value)} bytes" if isinstance(value, bytes) else value
+            self.scalars.append(Frozen(name, param.name, told))
             if param.size == 8 and isinstance(value, int):
                 owner = self._owner(value)
                 if owner is not None:
