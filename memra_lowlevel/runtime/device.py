@@ -135,7 +135,8 @@ class Device(Closing):
     def stream_of(self, foreign: Any, name: str | None = None) -> Stream:
         """Wrap a stream of another library: an object with ``__cuda_stream__``, or a handle.
 
-        The foreign object keeps owning it and is kept alive.
+        The foreign object keeps owning it and is kept alive. An object may stand for the default
+        stream, handle 0, as PyTorch's does at first; as a bare number 0 is refused.
         """
         self._check_open()
         protocol = getattr(foreign, "__cuda_stream__", None)
@@ -148,7 +149,7 @@ class Device(Closing):
                 )  # fmt: skip
         else:
             handle = foreign
-        handle = expect.integer("stream_of", handle, 1, 2**64 - 1)
+        handle = expect.integer("stream_of", handle, 1 if protocol is None else 0, 2**64 - 1)
         return Stream(self.context, name=name, foreign=handle, owner=foreign)
 
     def event(self, timing: bool = False, name: str | None = None) -> Event:

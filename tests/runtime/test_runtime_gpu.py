@@ -81,6 +81,26 @@ def test_programmatic_launches_are_captured_and_listed(cuda: Any, s: Stream) -> 
         thing.close()
 
 
+def test_an_object_may_stand_for_the_default_stream(cuda: Any, s: Stream) -> None:
+    """As PyTorch's current stream does at first."""
+
+    class Default:
+        def __cuda_stream__(self) -> tuple[int, int]:
+            return 0, 0
+
+    device, module = cuda
+    kernel, config = module.kernel("add_one"), LaunchConfig(2, 128)
+    x = device.zeros(1000, np.float32, s)
+    s.sync()
+    theirs = device.stream_of(Default(), name="default")
+    for _ in range(2):
+        launch(theirs, config, kernel, x, 1000)
+    theirs.sync()
+    assert (x.to_numpy(s) == 2).all()
+    theirs.close()
+    x.close()
+
+
 def test_torch_shares_memory_both_ways(cuda: Any, s: Stream) -> None:
     torch = pytest.importorskip("torch")
     device, module = cuda

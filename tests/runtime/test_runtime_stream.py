@@ -136,6 +136,11 @@ def test_foreign_streams_are_wrapped_and_not_destroyed(
         device.stream_of(Newer())
 
 
+def test_a_bare_zero_is_no_stream(device: Device) -> None:
+    with pytest.raises(errors.ArgumentError, match="stream_of got 0"):
+        device.stream_of(0)
+
+
 @pytest.mark.host_only  # a fault ends a CUDA context
 def test_kernel_faults_surface_at_the_sync_and_leave_the_device_usable(
     stream: Stream, device: Device, kernels: Any
