@@ -33,6 +33,8 @@ _BUILT_IN_NAMES = "common/device.cuh"
 _memory: dict[str, CompiledImage] = {}
 _in_flight: dict[str, threading.Lock] = {}
 _guard = threading.Lock()
+# Reading is the interpreter's work: threads that did it at once would only wait for each other.
+_reading = threading.RLock()
 _told: set[str] = set()
 
 Stored = Callable[[sources.Closure, str, tuple[str, ...], tuple[str, ...]], "CompiledImage | None"]
@@ -210,19 +212,14 @@ def _compile(
     names = tuple(dict.fromkeys(_texts("name_expressions", name_expressions)))
     folders = _texts("include_dirs", include_dirs)
     recorded.note(Job(text, arch, names, defines, folders, name, chosen))
-    closure = sources.read(text, name=name, include_dirs=folders)
+    flags = (*chosen.nvrtc_flags(), *define_flags(defines))
+    with _reading:
+        closure = sources.read(text, name=name, include_dirs=folders)
+        stored = _ready(closure, arch, flags, names, cache) if arch != archs.HOST else None
+    if stored is not None:
+        return stored
     if arch == archs.HOST:
         return _compile_host(text, closure, names, defines, folders, chosen)
-    flags = (*chosen.nvrtc_flags(), *define_flags(defines))
-    if cache:
-        stored = _from_stores(closure, arch, flags, names)
-        if stored is not None:
-            return stored
-        known = nvrtc.remembered()
-        if known is not None:
-            stored = _made_before(known, arch, flags, closure, names, cache)
-            if stored is not None:
-                return stored
     compiler = nvrtc.library()
     target = archs.resolve(arch, compiler.archs, compiler=compiler.name, families=compiler.families)
     _tell(target)
@@ -244,6 +241,21 @@ def _compile(
         image = replace(image, want=target.want, rung=target.rung)
         _memory[key] = image
         return image
+
+
+def _ready(
+    closure: sources.Closure,
+    arch: str,
+    flags: tuple[str, ...],
+    names: tuple[str, ...],
+    cache: bool | KernelCache,
+) -> CompiledImage | None:
+    """Look for code that is there already, without loading the compiler."""
+    if not cache:
+        return None
+    stored = _from_stores(closure, arch, flags, names)
+    known = nvrtc.remembered() if stored is None else None
+    return stored if known is None else _made_before(known, arch, flags, closure, names, cache)
 
 
 def _texts(what: str, values: object) -> tuple[Any, ...]:
