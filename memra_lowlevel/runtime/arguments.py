@@ -22,6 +22,7 @@ from .storage import MemoryView, Storage
 if TYPE_CHECKING:
     from ..compile import Kernel, Param
     from .context import Context
+    from .stream import Stream
 
 __all__ = ["Encoder", "Operand"]
 
@@ -60,6 +61,10 @@ class Encoder:
         Offset in bytes of each parameter in a block.
     n_bytes : int
         Size of a block, a multiple of 8.
+    pack_noting : callable
+        ``pack_noting(args, context, stream)`` gives the block of as many arguments as there are
+        parameters and notes the use of their storages. What it refuses without a name
+        (``struct.error``, ``OverflowError``), :meth:`pack` refuses by name.
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -80,7 +85,7 @@ class Encoder:
         codes.append(f"{self.n_bytes - at}x")
         self._struct = struct.Struct("".join(codes))
         self._singles = [struct.Struct("<" + c) for c in codes[2::2]]
-        self._pack = _unrolled(params, self._convert, self._struct.pack)
+        self._pack, self.pack_noting = _unrolled(params, self._convert, self._struct.pack)
 
     def pack(self, args: Sequence[Any], context: Context) -> tuple[bytes, list[Storage]]:
         """Check ``args`` and give the parameter block and the storages it names."""
@@ -149,39 +154,56 @@ class Encoder:
 
 def _unrolled(
     params: Sequence[Param], converters: Sequence[Convert], pack: Callable[..., bytes]
-) -> Callable[[Sequence[Any], Context, list[Storage]], bytes]:
-    """Make the packing function of a kernel: one line per parameter instead of a loop of calls.
+) -> tuple[Callable[..., bytes], Callable[..., bytes]]:
+    """Make the packing functions of a kernel: one line per parameter instead of a loop of calls.
 
     The common case of each parameter is decided in line (an open Buffer of the usual dtype, an int,
     a float; packing itself checks ranges); everything else goes to its converter, which also
     refuses by name. Halves the cost of a launch with new arguments.
+
+    Returns
+    -------
+    (listing, noting)
+        ``listing(args, context, storages)`` appends the storages; ``noting(args, context, stream)``
+        notes their use by the stream, once all arguments are good.
     """
     # Under this module's name, so that messages show the line of the caller.
     names: dict[str, Any] = {"__name__": __name__, "Buffer": Buffer, "pack": pack}
-    lines = ["def unrolled(args, context, storages):"]
+    names["note"] = _note
     all_args = "".join(f"a{i}, " for i in range(len(params)))
-    if params:
-        lines.append(f"    {all_args}= args")
+    pointers = [i for i, p in enumerate(params) if p.pointer]
+    lines = [f"    {all_args}= args"] if params else []
     for i, p in enumerate(params):
-        names[f"convert{i}"], call = converters[i], f"convert{i}(a{i}, context, storages)"
+        names[f"convert{i}"], call = converters[i], f"convert{i}(a{i}, context, others)"
         if p.pointer:
             names[f"dtype{i}"] = np.dtype(p.dtype) if p.dtype else None
             lines += [
-                f"    s = a{i}._storage if type(a{i}) is Buffer and a{i}.dtype is dtype{i} "
+                f"    s{i} = a{i}._storage if type(a{i}) is Buffer and a{i}.dtype is dtype{i} "
                 f"and not a{i}._closed else None",
-                "    if s is not None and s.open and s.context is context:",
-                f"        storages.append(s); a{i} = a{i}.ptr",
-                f"    else: a{i} = {call}",
+                f"    if s{i} is not None and s{i}.open and s{i}.context is context:",
+                f"        a{i} = a{i}.ptr",
+                "    else:",
+                f"        others = []; a{i} = {call}; s{i} = others[0] if others else None",
             ]
         elif p.dtype in _INTS or p.dtype in ("float32", "float64"):
             plain = "int" if p.dtype in _INTS else "float"
-            lines.append(f"    if type(a{i}) is not {plain}: a{i} = {call}")
+            lines.append(f"    if type(a{i}) is not {plain}: others = []; a{i} = {call}")
         else:
-            lines.append(f"    a{i} = {call}")
-    lines.append(f"    return pack({all_args})")
-    exec("\n".join(lines), names)
-    made: Callable[[Sequence[Any], Context, list[Storage]], bytes] = names["unrolled"]
-    return made
+            lines.append(f"    others = []; a{i} = {call}")
+    lines.append(f"    block = pack({all_args})")
+    listing = [f"    if s{i} is not None: storages.append(s{i})" for i in pointers]
+    noting = [
+        f"    if s{i} is not None and s{i}.last is not stream: note(s{i}, stream)" for i in pointers
+    ]
+    for name, last, end in (("listing", "storages", listing), ("noting", "stream", noting)):
+        text = [f"def {name}(args, context, {last}):", *lines, *end, "    return block"]
+        exec("\n".join(text), names)
+    return names["listing"], names["noting"]
+
+
+def _note(storage: Storage, stream: Stream) -> None:
+    storage.last = stream
+    storage.streams.add(stream)
 
 
 def _refuse(

@@ -9,6 +9,7 @@ argument list (types, devices, NULLABLE) is remembered by :func:`prepare`, so th
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["LaunchConfig", "PreparedLaunch", "launch", "launch_many", "occupancy", "prepare"]
 
 _MOST_SITES = 512  # configurations remembered per kernel
+_launch_site: Any = getattr(native.Plan, "launch_site", None)
 
 
 def launch(stream: Stream, config: ConfigLike, kernel: Kernel, *args: Any) -> None:
@@ -60,18 +62,19 @@ def launch(stream: Stream, config: ConfigLike, kernel: Kernel, *args: Any) -> No
     site = launcher.last
     if site is None or site.config is not config:
         site = launcher.last = launcher.site(config)
+    if site.cell is not None and native._enabled and stream.recording is None:
+        if len(args) == launcher.n_params:
+            try:
+                block = launcher.pack_noting(args, context, stream)
+            except (struct.error, OverflowError):
+                launcher.encoder.pack(args, context)  # raises by name
+                raise
+            code = _launch_site(site.address, stream.address, block)
+            if code == 0:
+                return
+            if code > 0:
+                raise driver_error(context, code, "cuLaunchKernel", stream, kernel)
     block, storages = launcher.encoder.pack(args, context)
-    cell = site.cell
-    if cell is not None and native._enabled and stream.recording is None:
-        for storage in storages:
-            if storage.last is not stream:
-                storage.last = stream
-                storage.streams.add(stream)
-        code = native.Plan.launch_site(site.address, stream.address, block)
-        if code == 0:
-            return
-        if code > 0:
-            raise driver_error(context, code, "cuLaunchKernel", stream, kernel)
     site.launch_block(stream, block, storages)
 
 
@@ -254,7 +257,8 @@ class Launcher:
                 f"{caller()}. Keep the module open for as long as its kernels are used."
             )
         self.context, self.kernel = context, kernel
-        self.encoder = Encoder(kernel)
+        encoder = self.encoder = Encoder(kernel)
+        self.pack_noting, self.n_params = encoder.pack_noting, len(encoder.params)
         self.sites: dict[LaunchConfig, _Site] = {}
         self.last: _Site | None = None
         self.dynamic_limit = 0
