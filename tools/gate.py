@@ -189,6 +189,20 @@ FAULTS = (
         ("tests/bench/test_regress.py",), True,
     ),
     Fault(
+        "copies-uncounted", "copies and memory sets do not count towards a full queue",
+        "memra_lowlevel/runtime/storage.py",
+        "        native.note_issued(stream.cell)", "        pass",
+        ("tests/native/test_native_launch.py::test_work_that_goes_through_python_counts_too",),
+        True,
+    ),
+    Fault(
+        "request-noted-in-part", "what is loaded already is left out of a noted request",
+        "memra_lowlevel/kernels/registry.py",
+        "        _note(device.arch, keys)\n", "",
+        ("tests/compile/test_compile_recorded.py"
+         "::test_a_request_is_noted_whole_though_a_part_is_loaded",), True,
+    ),
+    Fault(
         "loss-forgiven", "the check on a GPU is green though a benchmark lost its share",
         "tools/gpu_check.py",
         'return {"ok": not lost, "passed"', 'return {"ok": True, "passed"',

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from memra_lowlevel import Device
 from memra_lowlevel.compile import (
     CompileOptions,
     Job,
@@ -23,6 +24,7 @@ from memra_lowlevel.compile import (
     recorded,
 )
 from memra_lowlevel.errors import ArchUnsupported, CompileError, HeaderNotFound
+from memra_lowlevel.kernels import registry
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ["scale<32, float>", "scale<64, float>"]
@@ -133,3 +135,15 @@ def test_a_store_of_notes_answers_without_a_compiler(
         assert "scale<96, float>" not in image.entries
     finally:
         store.close()
+
+
+def test_a_request_is_noted_whole_though_a_part_is_loaded(notes: Path) -> None:
+    """Another process may lack another part; a store must answer it too."""
+    spec = registry.spec("embed_rows")
+    one, two = (dict(instance) for instance in spec.instances[:2])
+    with Device("host") as device:
+        registry.kernel(device, spec.name, **one)
+        registry.kernels(device, [(spec.name, one), (spec.name, two)])
+    both = sorted(spec.expression(**instance) for instance in (one, two))
+    found = [line["names"] for line in lines(notes) if line.get("source") == spec.source]
+    assert both in found and len(found) == 3  # what was compiled each time, and both together
