@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ __all__ = ["AttendMethods", "attention_head", "default_scale"]
 _NO_ROWS: F32 = np.zeros(0, np.float32)
 
 
+@functools.lru_cache(maxsize=64)
 def default_scale(head_dim: int) -> np.float32:
     """Return ``1 / sqrt(head_dim)``: a float32 root, then a float32 division."""
     scale: np.float32 = np.float32(np.float32(1.0) / np.sqrt(np.float32(head_dim)))
@@ -210,7 +212,7 @@ class AttendMethods(LayerBase):
         logits = _NO_ROWS if sinks is None else array_in(sinks, "sinks")
         if logits.size not in (0, n):
             raise KvShapeError(f"sinks: {logits.size} logits for {n} query heads")
-        if np.isnan(logits).any():
+        if logits.size and np.isnan(logits).any():
             raise KvStateError(f"{call}: a NaN sink would leave every weight un-normalised")
         begin = count(first, "first")
         stored = int(self._stores.rows[h])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any, SupportsIndex
 
@@ -13,6 +14,8 @@ from memra_lowlevel.errors import KvShapeError, KvStateError
 from .arith import F32
 
 __all__ = ["array_in", "array_inout", "count", "flags_in", "read_only", "real", "scalar"]
+
+_ROUNDS_TO_INFINITY = 2.0**128 - 2.0**103
 
 
 def array_in(x: Any, name: str, size: int | None = None) -> F32:
@@ -78,25 +81,28 @@ def read_only(x: F32) -> F32:
 
 def real(x: Any, name: str) -> float:
     """Return a finite number as a float; text, truth values and arrays are none."""
-    wrong = isinstance(x, (bool, np.bool_, str, bytes, bytearray)) or np.ndim(x) != 0
-    try:
-        value = float("x" if wrong else x)
-    except (TypeError, ValueError):
-        raise KvShapeError(f"{name}: {type(x).__name__} where a number is needed") from None
-    except OverflowError:
-        value = np.inf
-    if not np.isfinite(value):
+    if type(x) is float:
+        value = x
+    else:
+        wrong = isinstance(x, (bool, np.bool_, str, bytes, bytearray)) or np.ndim(x) != 0
+        try:
+            value = float("x" if wrong else x)
+        except (TypeError, ValueError):
+            raise KvShapeError(f"{name}: {type(x).__name__} where a number is needed") from None
+        except OverflowError:
+            value = math.inf
+    if not math.isfinite(value):
         raise KvStateError(f"{name}: {x!r} is not a finite number")
     return value
 
 
 def scalar(x: Any, name: str) -> np.float32:
     """Return a finite number as float32."""
-    with np.errstate(over="ignore"):
-        value: np.float32 = np.float32(real(x, name))
-    if not np.isfinite(value):
+    value = real(x, name)
+    if abs(value) >= _ROUNDS_TO_INFINITY:
         raise KvStateError(f"{name}: {x!r} is not a finite float32")
-    return value
+    single: np.float32 = np.float32(value)
+    return single
 
 
 def flags_in(x: Any, name: str) -> npt.NDArray[np.bool_]:

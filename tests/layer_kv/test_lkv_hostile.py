@@ -74,6 +74,16 @@ def test_softcap_out_of_range(value):
     assert (out == 7).all()
 
 
+def test_the_largest_factors_that_float32_holds():
+    c, out = layer(), ones(4)
+    limit = 2.0**128 - 2.0**103  # from here on float32 rounds to infinity
+    with np.errstate(over="ignore"):
+        assert np.isinf(np.float32(limit)) and np.isfinite(np.float32(np.nextafter(limit, 0)))
+    c.attend_group(np.zeros(4, np.float32), 0, out, scale=np.nextafter(limit, 0))
+    refused(KvStateError, c, lambda: c.attend_group(ones(4), 0, out, scale=limit))
+    refused(KvStateError, c, lambda: c.attend_group(ones(4), 0, out, scale=-limit))
+
+
 def test_a_truth_value_is_no_count():
     c = layer()
     refused(KvShapeError, c, lambda: c.attend_group(ones(4), False, ones(4)))
