@@ -4,13 +4,13 @@
 // nobody writes, so blocks need no order among each other:
 //   every row kept  row r leaves its state in slot (s + 1 + r) % n_slots
 //   last row kept   only the last row leaves one, in slot (s + 1) % n_slots
-#include "common/device.cuh"
+#include "common/dependent.cuh"
 
-constexpr int THREADS = 128;
-constexpr int GROUPS = 4;                  // threads that share a column of the state
+constexpr int THREADS = 256;
+constexpr int GROUPS = 8;                  // threads that share a column of the state
 constexpr int COLS = THREADS / GROUPS;     // columns of a block
 constexpr int TAPS = 8;                    // widest convolution; shorter ones are padded in front
-constexpr int NORM_PARTS = 8;
+constexpr int NORM_PARTS = 16;
 constexpr int BATCH = 8;
 static_assert(BATCH * 2 * NORM_PARTS <= THREADS, "a batch takes its norms at once");
 
@@ -60,6 +60,8 @@ KERNEL void conv_roll(const float* __restrict__ rows, const float* __restrict__ 
                       float* conv, const int32_t* __restrict__ slot_d, float* __restrict__ out,
                       int32_t n_rows, int32_t conv_width, int32_t taps, int32_t n_slots,
                       int32_t keep_all) {
+    admit_successor();
+    await_predecessor();
     const int c = blockIdx.x * THREADS + threadIdx.x;
     if (c < conv_width) {
         const int pad = taps - 1;
@@ -101,7 +103,7 @@ __device__ __forceinline__ float sum_four(const float* s) { return (s[0] + s[2])
 //   out        f32 [n_rows, n_v_heads, D]
 // The k head of v head h is h % n_k_heads.
 template <int D, int RULE>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, 1)
     delta_rows(const float* __restrict__ rows, const float* NULLABLE weights, float* NULLABLE conv,
                float* ssm, const int32_t* __restrict__ slot_d, const float* __restrict__ alpha,
                const float* __restrict__ a, const float* __restrict__ dt_bias,
@@ -116,6 +118,9 @@ __global__ void __launch_bounds__(THREADS)
     __shared__ float norms[BATCH][2][NORM_PARTS];
     __shared__ float scales[BATCH][2];  // of q and k
     __shared__ float gains[BATCH], rates[BATCH];
+    __shared__ float answers[BATCH][GROUPS][COLS];
+    admit_successor();
+    await_predecessor();
 
     const int t = threadIdx.x;
     const int group = t % GROUPS;
@@ -125,6 +130,10 @@ __global__ void __launch_bounds__(THREADS)
     const int first_col = blockIdx.x * COLS;
     const int width = (2 * n_k_heads + n_v_heads) * D;
     const int s = slot_d[0] % n_slots;
+    const auto slot_of = [&](int row) {  // where the state after a row goes
+        const int slot = s + 1 + (keep_all ? row : 0);
+        return slot < n_slots ? slot : slot < 2 * n_slots ? slot - n_slots : slot % n_slots;
+    };
     const size_t state_at = (size_t(v_head) * D + first_col + col) * D;
     const size_t state_size = size_t(n_v_heads) * D * D;
 
@@ -152,7 +161,15 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll 1
     for (int first = 0; first < n_rows; first += BATCH) {
         const int n = min(n_rows - first, BATCH);
-        if (first > 0) __syncthreads();  // the rows of the last batch are free
+        const int gate = THREADS - 1 - t;  // the last threads have the fewest channels
+        if (gate < n) {
+            const size_t head_row = size_t(first + gate) * n_v_heads + v_head;
+            if (RULE == GATED) {
+                const float x = alpha[head_row] + dt_bias[v_head];
+                gains[gate] = expf(a[v_head] * (x > 20.0f ? x : log1pf(expf(x))));
+            }
+            rates[gate] = sigmoid_f(beta[head_row]);
+        }
 #pragma unroll
         for (int i = 0; i < PER_THREAD; i++) {
             const int c = t + i * THREADS;
@@ -168,24 +185,15 @@ __global__ void __launch_bounds__(THREADS)
                 const int c = t + i * THREADS;
                 if (c >= CHANNELS) break;
                 float* own = reinterpret_cast<float*>(channel_rows) + c;
-#pragma unroll 1
+#pragma unroll 2
                 for (int r = 0; r < n; r++) {
                     own[r * CHANNELS] = channels[i].push(own[r * CHANNELS]);
                     const int row = first + r;
-                    if (keeps[i] && (keep_all || row == n_rows - 1)) {
-                        const int slot = (s + 1 + (keep_all ? row : 0)) % n_slots;
-                        channels[i].store(conv + (size_t(slot) * width + at[i]) * (taps - 1), taps);
-                    }
+                    if (keeps[i] && (keep_all || row == n_rows - 1))
+                        channels[i].store(
+                            conv + (size_t(slot_of(row)) * width + at[i]) * (taps - 1), taps);
                 }
             }
-        }
-        if (t < n) {
-            const size_t head_row = size_t(first + t) * n_v_heads + v_head;
-            if (RULE == GATED) {
-                const float x = alpha[head_row] + dt_bias[v_head];
-                gains[t] = expf(a[v_head] * (x > 20.0f ? x : log1pf(expf(x))));
-            }
-            rates[t] = sigmoid_f(beta[head_row]);
         }
         if (RULE == KDA) {
             const float scale = expf(a[v_head]);
@@ -252,13 +260,21 @@ __global__ void __launch_bounds__(THREADS)
                 sums[3] = fmaf(state[j].w, q[i].w, sums[3]);
             }
             if (keep_all || row == n_rows - 1) {
-                const int slot = (s + 1 + (keep_all ? row : 0)) % n_slots;
-                float4* to = reinterpret_cast<float4*>(ssm + slot * state_size + state_at);
+                float4* to =
+                    reinterpret_cast<float4*>(ssm + slot_of(row) * state_size + state_at);
 #pragma unroll
                 for (int j = 0; j < OWN / 4; j++) to[GROUPS * j + group] = state[j];
             }
-            const float answer = column_sum(sum_four(sums)) * scales[r][0];
-            if (group == 0) out[(size_t(row) * n_v_heads + v_head) * D + first_col + col] = answer;
+            answers[r][group][col] = sum_four(sums);
+        }
+        __syncthreads();
+#pragma unroll 1
+        for (int e = t; e < n * COLS; e += THREADS) {
+            const int r = e / COLS, c = e % COLS;
+            float sum = 0.0f;
+#pragma unroll
+            for (int i = 0; i < GROUPS; i++) sum = sum + answers[r][i][c];
+            out[(size_t(first + r) * n_v_heads + v_head) * D + first_col + c] = sum * scales[r][0];
         }
     }
 }

@@ -12,6 +12,7 @@ from ..formats import BLOCK, Format
 from ..runtime.launch import LaunchConfig, launch
 from ..runtime.stream import expect_stream
 from . import registry
+from .early import starts_early
 from .registry import KernelSpec, Tolerance
 
 if TYPE_CHECKING:
@@ -207,8 +208,7 @@ def _launch(
     n, width_k, width_v = k.shape[0], k.shape[1], v.shape[1]
     if n == 0:
         return
-    device = stream.device
-    early = programmatic and device.kind == "cuda" and int(device.arch[3:]) >= 90
+    early = starts_early(stream.device, programmatic)
     config, group = _plan(n, max(width_k, width_v), early)
     launch(
         stream, config, kernel,

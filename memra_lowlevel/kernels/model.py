@@ -27,6 +27,7 @@ from ..errors import ArgumentError
 from ..formats import Format
 from ..runtime.launch import LaunchConfig, launch
 from . import registry
+from .early import starts_early
 from .model_tiles import TILE_FORMATS, TILE_ROWS, slice_blocks, tile_rows
 from .registry import KernelSpec, Tolerance
 
@@ -433,9 +434,9 @@ def pick_rows(
                 kernel="pick_rows", name="sums", expected="a buffer", got="None",
             )  # fmt: skip
         _need("pick_rows", "sums", sums, n_rows * n_tiles)
+    early = starts_early(stream.device, programmatic)
     launch(
-        stream,
-        LaunchConfig((n_rows, 1, 1), (256, 1, 1), programmatic=_can(stream.device, programmatic)),
+        stream, LaunchConfig((n_rows, 1, 1), (256, 1, 1), programmatic=early),
         _kernel(stream.device, "pick_rows"),
         values, ids, sums, out.view(0, (n_rows,), "i4"), probability, n_tiles,
     )  # fmt: skip
@@ -482,14 +483,10 @@ class _Cut:
             (-(-matrix.n_out // outs), -(-n_rows // self.group), 1),
             (threads, 1, 1),
             4 * floats * self.group,
-            programmatic=_can(device, programmatic),
+            programmatic=starts_early(device, programmatic),
         )
         # A kernel that starts early goes through its code while it waits; see dependent.cuh.
         self.rehearsals = int(self.config.programmatic)
-
-
-def _can(device: Device, programmatic: bool) -> bool:
-    return programmatic and device.arch != "host" and int(device.arch[3:]) >= 90
 
 
 def _kernel(device: Device, name: str, **template: str) -> Kernel:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from ..errors import ArgumentError, FormatUnsupported
 from ..runtime.launch import LaunchConfig, launch
 from . import registry
+from .early import starts_early
 from .registry import KernelSpec, Tolerance
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ MAX_TAPS = 8
 RULES = ("gated", "kda")
 """``gated``: one decay per head; ``kda``: one per key channel, applied before the read."""
 
-_THREADS, _COLS = 128, 32
+_THREADS, _COLS = 256, 32
 _EXP = Tolerance(
     "relative", 2e-5, "f32 sums and expf, against float64; errors of the state add up over rows"
 )
@@ -51,6 +53,7 @@ registry.register(
             "convolved before", "last row kept", "softplus above 20",
         ),
         hot=True,
+        pdl="waits",
     ),
 )  # fmt: skip
 
@@ -107,6 +110,7 @@ def delta_rows(
     keep_all: bool = True,
     eps: float = 1e-6,
     lower_bound: float = -5.0,
+    programmatic: bool = False,
 ) -> None:
     """Convolve (unless ``weights`` is None), gate and fold rows into the state.
 
@@ -126,6 +130,8 @@ def delta_rows(
         f32 ``[n, n_v_heads]``, before its sigmoid.
     out : Buffer
         f32 ``[n, n_v_heads, d]``.
+    programmatic : bool
+        Start while the predecessor, a kernel of the stream, still runs, on GPUs that can.
 
     Raises
     ------
@@ -161,10 +167,15 @@ def delta_rows(
         _fits("delta_rows", name, buffer, size)
     kernel = registry.kernel(stream.device, "delta_rows", head_dim=d, rule=rule.upper())
     launch(
-        stream, LaunchConfig((d // _COLS, n_v), _THREADS), kernel,
+        stream, _config(d, n_v, starts_early(stream.device, programmatic)), kernel,
         rows, weights, conv, ssm, slot_d, alpha, a, dt_bias, beta, out,
         n, n_k, n_v, taps, n_slots, int(keep_all), eps, lower_bound,
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)
+def _config(d: int, n_heads: int, early: bool) -> LaunchConfig:
+    return LaunchConfig((d // _COLS, n_heads), _THREADS, programmatic=early)
 
 
 def _taps(weights: Buffer, width: int) -> int:

@@ -19,7 +19,7 @@ def run(source, rule="GATED", n_rows=3, order="forward", **how):
     out = np.full((n_rows, n_v, d), np.nan, F32)
     kernel = runner.quick(source, f"delta_rows<{d}, {rule}>", **(how or {"check": True}))
     kernel(
-        (1, n_v), 128, 0,
+        (1, n_v), 256, 0,
         normal(n_rows, width), normal(width, taps), normal(n_slots, width, taps - 1),
         normal(n_slots, n_v, d, d), np.array([7 * n_slots + 2], I32), normal(n_rows, gates),
         -np.abs(normal(n_v)), normal(gates), normal(n_rows, n_v), out, I32(n_rows), I32(n_k),
