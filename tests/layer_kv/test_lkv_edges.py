@@ -20,7 +20,7 @@ def test_no_loop_steps_over_an_edge(tmp_path):
     assert compiler, "a C compiler built the loops; this test needs it too"
     program = tmp_path / "edges"
     subprocess.run(
-        [compiler, "-w", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
+        [compiler, "-w", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
          "-ffp-contract=off", "-std=gnu11", f"-I{PACKAGE / 'native'}",
          f"-I{cuda_src_root()}", str(HERE / "edges_of_buffers.c"), "-o", str(program),
          "-lm"],
