@@ -39,10 +39,13 @@ __device__ __forceinline__ void await_predecessor() {
 
 // Brings memory to the L2 cache, where a read of it will be faster; what it holds does not matter, so it
 // may be done before the wait.
-__device__ __forceinline__ void prefetch_bytes(const uint8_t* p, int n) {
+__device__ __forceinline__ void prefetch_line(const void* p) {
 #if MEMRA_CUDA
-#pragma unroll
-    for (int i = 0; i < n; i += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(p + i));
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(p + n - 1));
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 #endif
+}
+__device__ __forceinline__ void prefetch_bytes(const uint8_t* p, int n) {
+#pragma unroll
+    for (int i = 0; i < n; i += 128) prefetch_line(p + i);
+    prefetch_line(p + n - 1);
 }

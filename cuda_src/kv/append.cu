@@ -132,7 +132,6 @@ __global__ void __launch_bounds__(APPEND_THREADS, APPEND_RESIDENT)
               int32_t* NULLABLE fault) {
     __shared__ uint4 stages[APPEND_WARPS][2 * STAGE_VECTORS];
     admit_successor();
-    await_predecessor();
     const int warp = threadIdx.x / WARP_LANES;
     const int side = blockIdx.z;
     const Target target = {side == 0 ? k_plane : v_plane, len_d, base_d, table, capacity};
@@ -144,6 +143,12 @@ __global__ void __launch_bounds__(APPEND_THREADS, APPEND_RESIDENT)
         (side == 0 ? kv_dim_k : kv_dim_v) / BLOCK_ELEMENTS,
         (kv_dim_k > kv_dim_v ? kv_dim_k : kv_dim_v) / BLOCK_ELEMENTS,
     };
+    // While a thread waits, its elements come nearer.
+    const int lane = threadIdx.x % WARP_LANES;
+    const int block = min(part.first_block + lane / 2, part.n_blocks - 1);
+    const size_t at = size_t(part.first_row) * part.n_blocks + block;
+    prefetch_line((side == 0 ? k : v) + at * BLOCK_ELEMENTS + lane % 2 * (BLOCK_ELEMENTS / 2));
+    await_predecessor();
     if (part.first_block < part.n_blocks) {  // the same for all threads of a warp
         if (side == 0) append_part<KF>(k, target, part, stages[warp], fault);
         else append_part<VF>(v, target, part, stages[warp], fault);
