@@ -4,14 +4,6 @@
 // both: then the predecessor's end means the end of everything before it, too.
 //
 // Launched the ordinary way, on an older GPU, or on the host device, both do nothing.
-//
-// What a kernel does after the wait is a few microseconds, of which most pass until its instructions have
-// arrived. So a kernel may rehearse: go through its work once before it waits, with zeros for what it may
-// not read yet and without a write, and then do it. Its last argument says how often:
-//
-//   for (int left = rehearsals; left >= 0; left--) { const bool rehearses = hide(left) > 0; ... }
-//
-// Each write still has a wait of its own before it, so that a reader, and the test, can see it on every path.
 #pragma once
 #include "common/device.cuh"
 
@@ -20,14 +12,6 @@ __device__ __forceinline__ void admit_successor() {
 #if MEMRA_CUDA && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
-}
-
-// The same value, of which the compiler knows nothing: else it would make a copy of the code for each.
-__device__ __forceinline__ int hide(int value) {
-#if MEMRA_CUDA
-    asm volatile("" : "+r"(value));
-#endif
-    return value;
 }
 
 // Until the predecessor has ended and its writes can be read.
@@ -43,9 +27,4 @@ __device__ __forceinline__ void prefetch_line(const void* p) {
 #if MEMRA_CUDA
     asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 #endif
-}
-__device__ __forceinline__ void prefetch_bytes(const uint8_t* p, int n) {
-#pragma unroll
-    for (int i = 0; i < n; i += 128) prefetch_line(p + i);
-    prefetch_line(p + n - 1);
 }

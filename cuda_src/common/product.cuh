@@ -36,8 +36,7 @@ struct NoTile {
 
 // The same outputs of two matrices A and B (or of A alone) of one shape, multiplied by the same rows.
 // NORM: of a norm whose gain is part of the weights: once per weight, not once per row.
-// REFETCHES: there are no registers to keep weights in while the block does other things in a rehearsal.
-template <int OUTS, bool NORM, class A, class B = NoTile, bool REFETCHES = false>
+template <int OUTS, bool NORM, class A, class B = NoTile>
 class Product {
   public:
     // a, b: tiles; the block's outputs begin at `first`, a multiple of OUTS.
@@ -50,32 +49,27 @@ class Product {
           lane_(first % TILE_ROWS),
           cut_(cut),
           gain_(gain) {
-        if (!REFETCHES && int(threadIdx.x) < cut.n_slices * OUTS)
+        if (int(threadIdx.x) < cut.n_slices * OUTS)
             fetch(threadIdx.x, int(threadIdx.x) / OUTS * cut.slice_blocks);
     }
 
     // Leaves the sums of all units, and with `squares` those of the activations. Waits for the
-    // predecessor by itself, and calls `early` once, right after that; or rehearses (dependent.cuh),
-    // before, with one row.
+    // predecessor by itself, and calls `early` once, right after that.
     //   x  f32 [n_rows, 32 * n_blocks]
     template <class Early>
     __device__ __forceinline__ void run(const float* x, int n_rows, float* a_parts, float* b_parts,
-                                        float* squares, bool rehearses, const Early& early) {
+                                        float* squares, const Early& early) {
         const int n_units = cut_.n_slices * OUTS;
-        const int width = cut_.n_blocks * TILE_COLS;
+        const size_t width = size_t(cut_.n_blocks) * TILE_COLS;
         int unit = threadIdx.x;
         int block = unit / OUTS * cut_.slice_blocks;
         bool first = true;
 #pragma unroll 1
         while (true) {
             const bool works = unit < n_units;
-            if (REFETCHES && works && first) fetch(unit, block);
-            if (works && !(first && decoded_)) decode(block);
-            decoded_ = !REFETCHES;  // a rehearsal leaves the first weights for the performance
-            if (!rehearses) {
-                await_predecessor();  // the first time; later it costs nothing
-                if (first) early();
-            }
+            if (works) decode(block);
+            await_predecessor();  // the first time; later it costs nothing
+            if (first) early();
             first = false;
             if (!works) break;
             const int begin = unit / OUTS * cut_.slice_blocks;
@@ -83,19 +77,18 @@ class Product {
             const int next_unit = goes_on ? unit : unit + blockDim.x;
             const int next_block = goes_on ? block + 1 : next_unit / OUTS * cut_.slice_blocks;
             // The next weights are under way while these are multiplied.
-            if (AHEAD && !rehearses && next_unit < n_units) fetch(next_unit, next_block);
-            const float* block_x = x + block * TILE_COLS;
+            if (AHEAD && next_unit < n_units) fetch(next_unit, next_block);
+            const float* block_x = x + size_t(block) * TILE_COLS;
 #pragma unroll 1
             for (int r = 0; r < n_rows; r++) {
-                const Activations v = activations(block_x + r * width, rehearses);
-                float* a = a_parts + r * n_units + unit;
+                const Activations v(block_x + r * width);
+                float* a = a_parts + size_t(r) * n_units + unit;
                 *a = dot32(a_weights_, v) + (block == begin ? 0.0f : *a);
                 if (BOTH) {
-                    float* b = b_parts + r * n_units + unit;
+                    float* b = b_parts + size_t(r) * n_units + unit;
                     *b = dot32(b_weights_, v) + (block == begin ? 0.0f : *b);
                 }
             }
-            if (rehearses) break;
             if (!AHEAD && next_unit < n_units) fetch(next_unit, next_block);
             unit = next_unit;
             block = next_block;
@@ -106,36 +99,13 @@ class Product {
                  block += blockDim.x)
 #pragma unroll 1
                 for (int r = 0; r < n_rows; r++) {
-                    const Activations v =
-                        activations(x + r * width + block * TILE_COLS, rehearses);
+                    const Activations v(x + r * width + size_t(block) * TILE_COLS);
                     squares[r * cut_.n_blocks + block] = dot32(v.v, v);
                 }
         }
     }
 
-    // On sm_100 and later a block of many threads has no registers to rehearse with.
-#if MEMRA_CUDA && __CUDA_ARCH__ >= 1000
-    static constexpr bool REHEARSES = !REFETCHES;
-#else
-    static constexpr bool REHEARSES = true;
-#endif
-    // Whether a rehearsal is all that a thread does: it has one unit of one block, or none.
-    __device__ __forceinline__ bool can_rehearse() const {
-        return REHEARSES && cut_.slice_blocks == 1 && cut_.n_slices * OUTS <= int(blockDim.x);
-    }
-
   private:
-    __device__ __forceinline__ static Activations activations(const float* p, bool rehearses) {
-        Activations v;
-        if (!rehearses) {
-            await_predecessor();
-            v.load(p);
-        } else if (!MEMRA_CUDA) {
-            v.load(p);  // there is no zero to point to, and nothing to wait for
-        }
-        return v;
-    }
-
     static constexpr bool BOTH = B::BYTES > 0;
     // Wide weights would not fit into the registers beside those that are multiplied.
     static constexpr bool AHEAD = A::BYTES + B::BYTES <= 1280;
@@ -177,7 +147,6 @@ class Product {
     int lane_;
     Cut cut_;
     const float* gain_;
-    bool decoded_ = false;
     A stored_a_;
     B stored_b_;
     float a_weights_[TILE_COLS];

@@ -154,12 +154,7 @@ struct TileQ4_1 {
 struct Activations {
 #if MEMRA_CUDA
     float v[TILE_COLS];
-    __device__ __forceinline__ explicit Activations(const float* p) { load(p); }
-    __device__ __forceinline__ Activations() {
-#pragma unroll
-        for (int i = 0; i < TILE_COLS; i++) v[i] = 0.0f;
-    }
-    __device__ __forceinline__ void load(const float* p) {
+    __device__ __forceinline__ explicit Activations(const float* p) {
 #pragma unroll
         for (int i = 0; i < TILE_COLS / 4; i++) {
             const float4 f = reinterpret_cast<const float4*>(p)[i];
@@ -169,8 +164,6 @@ struct Activations {
 #else
     const float* v;
     explicit Activations(const float* p) : v(p) {}
-    Activations() : v(nullptr) {}
-    void load(const float* p) { v = p; }
 #endif
 };
 

@@ -23,7 +23,7 @@ constexpr int ATTEND_WARPS = ATTEND_THREADS / WARP_LANES;
 constexpr int HALVES = 2;  // of the threads: one sums V for the even queries of a block, one for the odd
 constexpr int JOIN_SPLITS = 8;  // chunk c of a row is summed by split c % 8
 // Blocks per multiprocessor of a few queries: their registers shall suffice for that many.
-#if MEMRA_CUDA && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1000)
+#if MEMRA_CUDA && __CUDA_ARCH__ >= 1000
 constexpr int FEW_RESIDENT = 1;
 #else
 constexpr int FEW_RESIDENT = 2;
@@ -45,7 +45,7 @@ struct AttendShape {
     static constexpr int SPLITS = FIT >= 8 ? 8 : FIT >= 4 ? 4 : FIT >= 2 ? 2 : 1;
     static constexpr int SPLIT = TILE / SPLITS;  // keys of a tile that one of them sums
     static constexpr int WEIGHED = (QT + ATTEND_WARPS - 1) / ATTEND_WARPS;  // queries of a warp
-    static constexpr int RESIDENT = QT == 4 && WIDEST % 64 == 0 && WIDEST <= 128 ? FEW_RESIDENT : 1;
+    static constexpr int RESIDENT = QT == 4 && WIDEST % 64 == 0 ? FEW_RESIDENT : 1;
     static constexpr int JOINED = DV <= 256 ? 4 : 2;  // queries whose chunks are joined at a time
     // Shared memory, in floats: tile (later the partial sums), q, scores and weights, rescaling.
     static constexpr int TILE_FLOATS =
@@ -82,12 +82,6 @@ struct TileInFlight {
     }
     __device__ __forceinline__ static int quarter() { return threadIdx.x % BLOCK_QUARTERS; }
 
-    __device__ __forceinline__ void clear() {
-#pragma unroll
-        for (int i = 0; i < N; i++)
-#pragma unroll
-            for (int j = 0; j < Packed<F>::WORDS; j++) packed[i].words[j] = 0;
-    }
     __device__ __forceinline__ void load(const uint8_t* head, int64_t row_bytes, int from, int to) {
         const uint8_t* column = head + block() * block_bytes<F>();
 #pragma unroll
@@ -185,11 +179,10 @@ struct Results {
 
 // Joins the chunks of n <= N (row, head)s whose slots are [first, last); that of slot 0 is slot_zero. Called
 // by all threads of a block. scratch: f32 [8, N, DV + 2]. A chunk in which a row sees no key has no
-// weight, and leaves no trace. A rehearsal reads and writes nothing.
+// weight, and leaves no trace.
 template <int DV, int N, int THREADS>
 __device__ __forceinline__ void join_chunks(float* scratch, const int* at, int n, Partials parts,
-                                            int slot_zero, int first, int last, bool rehearses,
-                                            Results to) {
+                                            int slot_zero, int first, int last, Results to) {
     constexpr int QUADS = DV / 4;
     constexpr int TEAMS = THREADS / QUADS;
     float4* const sums = reinterpret_cast<float4*>(scratch);                       // [8, N, QUADS]
@@ -212,12 +205,8 @@ __device__ __forceinline__ void join_chunks(float* scratch, const int* at, int n
 #pragma unroll
                 for (int i = 0; i < N; i++) {  // behind the last stands the last once more
                     const size_t from = size_t(at[min(i, n - 1)]) * parts.n_slots + slot;
-                    more[i] = sum[i], its[i] = make_float2(0.0f, 1.0f);
-                    if (!rehearses) {
-                        await_predecessor();
-                        more[i] = parts.sums[from * QUADS + quad];
-                        its[i] = parts.marks[from];
-                    }
+                    more[i] = parts.sums[from * QUADS + quad];
+                    its[i] = parts.marks[from];
                 }
 #pragma unroll
                 for (int i = 0; i < N; i++) {
@@ -242,11 +231,7 @@ __device__ __forceinline__ void join_chunks(float* scratch, const int* at, int n
 #pragma unroll 1
     for (int item = threadIdx.x; item < n * QUADS; item += THREADS) {
         const int i = item / QUADS;
-        float sink = -INF_F32;
-        if (!rehearses && to.sinks != nullptr) {
-            await_predecessor();
-            sink = to.sinks[at[i] % to.n_heads];
-        }
+        const float sink = to.sinks != nullptr ? to.sinks[at[i] % to.n_heads] : -INF_F32;
         float high = sink;
 #pragma unroll
         for (int s = 0; s < JOIN_SPLITS; s++) high = larger_number(high, marks[s * N + i].x);
@@ -264,12 +249,9 @@ __device__ __forceinline__ void join_chunks(float* scratch, const int* at, int n
         const float share = 1.0f / total;
         scale_all(sum, empty ? 0.0f : share);
         if (!fits) sum = make_float4(NAN_F32, NAN_F32, NAN_F32, NAN_F32);
-        if (!rehearses) {
-            await_predecessor();
-            reinterpret_cast<float4*>(to.out)[size_t(at[i]) * QUADS + item % QUADS] = sum;
-            if (item % QUADS == 0 && to.lse != nullptr)
-                to.lse[at[i]] = !fits ? NAN_F32 : empty ? -INF_F32 : high + logf(total);
-        }
+        reinterpret_cast<float4*>(to.out)[size_t(at[i]) * QUADS + item % QUADS] = sum;
+        if (item % QUADS == 0 && to.lse != nullptr)
+            to.lse[at[i]] = !fits ? NAN_F32 : empty ? -INF_F32 : high + logf(total);
     }
 }
 
@@ -290,7 +272,6 @@ __device__ __forceinline__ void join_chunks(float* scratch, const int* at, int n
 //   out        f32 [n_rows, n_heads, DV]; 0 for a row without keys; NaN if n_slots is too small
 //   lse        f32 [n_rows, n_heads] or null: log of the sum of exp(score), the sink included; -inf for
 //              a row without keys and sink
-//   rehearsals  see common/dependent.cuh
 template <int KF, int VF, int DK, int DV, int QT>
 __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESIDENT)
     attend_partial(const float* __restrict__ q, const uint8_t* NULLABLE k_plane,
@@ -299,7 +280,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESID
                    float softcap, const int32_t* NULLABLE len_d, const int32_t* NULLABLE base_d,
                    const uint64_t* NULLABLE table, float* partial, int32_t n_slots,
                    uint32_t* NULLABLE tickets, const float* NULLABLE sinks, float* NULLABLE out,
-                   float* NULLABLE lse, int32_t rehearsals) {
+                   float* NULLABLE lse) {
     typedef AttendShape<DK, DV, QT> S;
     DYN_SMEM(float, shared);
     float* const tile = shared;
@@ -312,6 +293,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESID
     __shared__ bool is_last;
 
     admit_successor();
+    await_predecessor();
     const int thread = threadIdx.x;
     const int warp = thread / WARP_LANES;
     const int lane = thread % WARP_LANES;
@@ -334,256 +316,222 @@ __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESID
         const int row = row_of(i);
         return (first_row + row) * n_heads + kv_head * group + (first_query + i - row * group);
     };
-    // While it waits, the keys that a short context may have are brought nearer: the first chunks of a plane.
-    const int soon = int(chunk_begin(blockIdx.x)) + thread / 2;
-    if (rehearsals > 0 && k_plane != nullptr && base_d == nullptr && window <= 0 && soon < 1024 &&
-        soon < min(capacity, int(chunk_begin(blockIdx.x + 1)))) {
-        constexpr int K_BYTES = DK / BLOCK_ELEMENTS * block_bytes<KF>();
-        constexpr int V_BYTES = DV / BLOCK_ELEMENTS * block_bytes<VF>();
-        const size_t at = size_t(soon) * n_kv_heads + kv_head;
-        if (thread % 2 == 0) prefetch_bytes(k_plane + at * K_BYTES, K_BYTES);
-        else prefetch_bytes(v_plane + at * V_BYTES, V_BYTES);
+#pragma unroll 1
+    for (int i = thread; i < QT * (DK / 4); i += ATTEND_THREADS) {
+        float4 four = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (i < n_queries * (DK / 4))
+            four = reinterpret_cast<const float4*>(q)[size_t(row_head(i / (DK / 4))) * (DK / 4) +
+                                                      i % (DK / 4)];
+        reinterpret_cast<float4*>(q_tile)[i] = four;
     }
-#pragma unroll 1
-    for (int left = rehearsals; left >= 0; left--) {
-        const bool rehearses = hide(left) > 0;
-#pragma unroll 1
-        for (int i = thread; i < QT * (DK / 4); i += ATTEND_THREADS) {
-            float4 four = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (!rehearses && i < n_queries * (DK / 4)) {
-                await_predecessor();
-                four = reinterpret_cast<const float4*>(q)[size_t(row_head(i / (DK / 4))) * (DK / 4) +
-                                                          i % (DK / 4)];
-            }
-            reinterpret_cast<float4*>(q_tile)[i] = four;
-        }
-        if (thread <= QT) {
-            const bool is_query = thread < n_queries;
-            const int row = first_row + (is_query ? row_of(thread) : 0);
-            RowView own = {k_plane, v_plane, 0, 0};
-            KeyRange keys = {0, S::TILE};
-            if (!rehearses) {
-                await_predecessor();
-                own = row_view(k_plane, v_plane, len_d, base_d, table, row);
-                keys = key_range(own, window, counted, capacity);
-            }
-            seen[thread] = is_query || thread == QT ? make_int2(int(keys.start), int(keys.end)) : make_int2(0, 0);
-            if (is_query) row_heads[thread] = row_head(thread);
-            if (thread == QT) view = own;
-        }
-        __syncthreads();
+    if (thread <= QT) {
+        const bool is_query = thread < n_queries;
+        const int row = first_row + (is_query ? row_of(thread) : 0);
+        const RowView own = row_view(k_plane, v_plane, len_d, base_d, table, row);
+        const KeyRange keys = key_range(own, window, counted, capacity);
+        seen[thread] = is_query || thread == QT ? make_int2(int(keys.start), int(keys.end)) : make_int2(0, 0);
+        if (is_query) row_heads[thread] = row_head(thread);
+        if (thread == QT) view = own;
+    }
+    __syncthreads();
 
-        // The starts and ends of the ranges ascend with the row, so the first and the last query of this
-        // block tell which keys some query sees, and which all of them see.
-        const int key_start = seen[0].x, shared_start = seen[n_queries - 1].x;
-        const int key_end = seen[n_queries - 1].y, shared_end = seen[0].y;
-        const ChunkRange chunks = chunk_range({key_start, key_end});
-        const int slot_zero = chunk_of(seen[QT].x);
-        const int base = int(view.base);
-        const int k_row = n_kv_heads * (DK / BLOCK_ELEMENTS) * block_bytes<KF>();
-        const int v_row = n_kv_heads * (DV / BLOCK_ELEMENTS) * block_bytes<VF>();
-        const uint8_t* k_head = global_pointer(view.k) + kv_head * (DK / BLOCK_ELEMENTS) * block_bytes<KF>();
-        const uint8_t* v_head = global_pointer(view.v) + kv_head * (DV / BLOCK_ELEMENTS) * block_bytes<VF>();
-        const Partials parts = partials_in<DV>(partial, n_rows * n_heads, n_slots);
+    // The starts and ends of the ranges ascend with the row, so the first and the last query of this
+    // block tell which keys some query sees, and which all of them see.
+    const int key_start = seen[0].x, shared_start = seen[n_queries - 1].x;
+    const int key_end = seen[n_queries - 1].y, shared_end = seen[0].y;
+    const ChunkRange chunks = chunk_range({key_start, key_end});
+    const int slot_zero = chunk_of(seen[QT].x);
+    const int base = int(view.base);
+    const int k_row = n_kv_heads * (DK / BLOCK_ELEMENTS) * block_bytes<KF>();
+    const int v_row = n_kv_heads * (DV / BLOCK_ELEMENTS) * block_bytes<VF>();
+    const uint8_t* k_head = global_pointer(view.k) + kv_head * (DK / BLOCK_ELEMENTS) * block_bytes<KF>();
+    const uint8_t* v_head = global_pointer(view.v) + kv_head * (DV / BLOCK_ELEMENTS) * block_bytes<VF>();
+    const Partials parts = partials_in<DV>(partial, n_rows * n_heads, n_slots);
 
-        const int score_key = thread % S::TILE;
-        const int score_part = thread / S::TILE;
-        const int quad = thread % (ATTEND_THREADS / HALVES) % S::QUADS;
-        const int half = thread / (ATTEND_THREADS / HALVES);
-        const int split = thread % (ATTEND_THREADS / HALVES) / S::QUADS;
+    const int score_key = thread % S::TILE;
+    const int score_part = thread / S::TILE;
+    const int quad = thread % (ATTEND_THREADS / HALVES) % S::QUADS;
+    const int half = thread / (ATTEND_THREADS / HALVES);
+    const int split = thread % (ATTEND_THREADS / HALVES) / S::QUADS;
 
 #pragma unroll 1
-        for (int chunk = chunks.first + (rehearses ? 0 : int(blockIdx.x)); chunk < chunks.last;
-             chunk += gridDim.x) {
-            float maximum[S::WEIGHED];
-            float weight_sum[S::WEIGHED];
+    for (int chunk = chunks.first + int(blockIdx.x); chunk < chunks.last; chunk += gridDim.x) {
+        float maximum[S::WEIGHED];
+        float weight_sum[S::WEIGHED];
 #pragma unroll
-            for (int u = 0; u < S::WEIGHED; u++) maximum[u] = -INF_F32, weight_sum[u] = 0.0f;
-            float4 sums[QT / HALVES];  // of the queries half + HALVES * o
+        for (int u = 0; u < S::WEIGHED; u++) maximum[u] = -INF_F32, weight_sum[u] = 0.0f;
+        float4 sums[QT / HALVES];  // of the queries half + HALVES * o
 #pragma unroll
-            for (int o = 0; o < QT / HALVES; o++) sums[o] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        for (int o = 0; o < QT / HALVES; o++) sums[o] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 
-            // Tiles with a key that any query sees, and of them only those keys, are read.
-            const int chunk_start = int(chunk_begin(chunk));
-            const int stop = int(min(int64_t(key_end), chunk_begin(chunk + 1)));
-            const int begin = max(key_start & ~(S::TILE - 1), chunk_start);
+        // Tiles with a key that any query sees, and of them only those keys, are read.
+        const int chunk_start = int(chunk_begin(chunk));
+        const int stop = int(min(int64_t(key_end), chunk_begin(chunk + 1)));
+        const int begin = max(key_start & ~(S::TILE - 1), chunk_start);
 #pragma unroll 1
-            for (int tile_key = begin; tile_key < stop; tile_key += S::TILE) {
-                const int from = in_tile<S::TILE>(key_start, tile_key);
-                const int to = in_tile<S::TILE>(key_end, tile_key);
-                const int physical = tile_key - base;
-                TileInFlight<KF, DK, S::TILE, S::PITCH> k_tile;
-                TileInFlight<VF, DV, S::TILE, S::PITCH> v_tile;
-                k_tile.clear();
-                v_tile.clear();
-                if (!rehearses) {
-                    await_predecessor();
-                    k_tile.load(k_head + int64_t(physical) * k_row, k_row, from, to);
-                    v_tile.load(v_head + int64_t(physical) * v_row, v_row, from, to);
-                }
-                __syncthreads();  // the tile is free
-                k_tile.store(tile, from, to);
-                __syncthreads();
+        for (int tile_key = begin; tile_key < stop; tile_key += S::TILE) {
+            const int from = in_tile<S::TILE>(key_start, tile_key);
+            const int to = in_tile<S::TILE>(key_end, tile_key);
+            const int physical = tile_key - base;
+            TileInFlight<KF, DK, S::TILE, S::PITCH> k_tile;
+            TileInFlight<VF, DV, S::TILE, S::PITCH> v_tile;
+            k_tile.load(k_head + int64_t(physical) * k_row, k_row, from, to);
+            v_tile.load(v_head + int64_t(physical) * v_row, v_row, from, to);
+            __syncthreads();  // the tile is free
+            k_tile.store(tile, from, to);
+            __syncthreads();
 
-                if (score_part < S::PARTS && score_key >= from && score_key < to) {
-                    const float* key = tile + score_key * S::PITCH + score_part * S::PART;
-                    const float* query = q_tile + score_part * S::PART;
-                    float* score = scores + score_part * QT * S::TILE + score_key;
+            if (score_part < S::PARTS && score_key >= from && score_key < to) {
+                const float* key = tile + score_key * S::PITCH + score_part * S::PART;
+                const float* query = q_tile + score_part * S::PART;
+                float* score = scores + score_part * QT * S::TILE + score_key;
 #pragma unroll 1
-                    for (int i = 0; i < n_queries; i += 4)
-                        score_four<S::PART>(key, query + i * DK, DK, score + i * S::TILE, S::TILE);
-                }
-                __syncthreads();
-
-                // One warp per query: scores become weights, beside the running maximum.
-#pragma unroll
-                for (int u = 0; u < S::WEIGHED; u++) {
-                    const int i = warp + u * ATTEND_WARPS;
-                    if (i >= n_queries) break;
-                    constexpr int PER_LANE = (S::TILE + WARP_LANES - 1) / WARP_LANES;
-                    const int2 keys = seen[i];
-                    float score[PER_LANE];
-                    float tile_max = -INF_F32;
-#pragma unroll
-                    for (int t = 0; t < PER_LANE; t++) {
-                        const int key = lane + t * WARP_LANES;
-                        score[t] = -INF_F32;
-                        if (key < S::TILE && tile_key + key >= keys.x && tile_key + key < keys.y) {
-                            float dot = scores[i * S::TILE + key];
-#pragma unroll
-                            for (int p = 1; p < S::PARTS; p++)
-                                dot = dot + scores[(p * QT + i) * S::TILE + key];
-                            score[t] = dot * scale;
-                            if (softcap > 0.0f) score[t] = softcap * tanhf(score[t] / softcap);
-                        }
-                        tile_max = larger_number(tile_max, score[t]);
-                    }
-                    tile_max = warp_max(tile_max);
-                    const float high = larger_number(maximum[u], tile_max);
-                    const float alpha = weight_of(maximum[u], high);
-                    weight_sum[u] = weight_sum[u] * alpha;
-                    maximum[u] = high;
-#pragma unroll
-                    for (int t = 0; t < PER_LANE; t++) {
-                        const int key = lane + t * WARP_LANES;
-                        const float weight = weight_of(score[t], high);
-                        weight_sum[u] = weight_sum[u] + weight;
-                        if (key < S::TILE) scores[i * S::TILE + key] = weight;
-                    }
-                    if (lane == 0) alphas[i] = alpha;
-                }
-                v_tile.store(tile, from, to);
-                __syncthreads();
-
-                if (split < S::SPLITS) {
-                    if (tile_key != begin) {
-#pragma unroll
-                        for (int o = 0; o < QT / HALVES; o++) {
-                            const int i = half + HALVES * o;
-                            if (i >= n_queries) break;
-                            scale_all(sums[o], alphas[i]);
-                        }
-                    }
-                    const float* values = tile + split * S::SPLIT * S::PITCH + quad * 4;
-                    const float* weights = scores + split * S::SPLIT;
-                    if (tile_key >= shared_start && tile_key + S::TILE <= shared_end) {
-#pragma unroll 1
-                        for (int j = 0; j < S::SPLIT; j += 4) {
-                            float4 v[4];
-#pragma unroll
-                            for (int t = 0; t < 4; t++)
-                                v[t] = *reinterpret_cast<const float4*>(values + (j + t) * S::PITCH);
-#pragma unroll
-                            for (int o = 0; o < QT / HALVES; o++) {
-                                const int i = half + HALVES * o;
-                                if (i >= n_queries) break;
-                                const float4 w =
-                                    *reinterpret_cast<const float4*>(weights + i * S::TILE + j);
-                                add_scaled(sums[o], w.x, v[0]);
-                                add_scaled(sums[o], w.y, v[1]);
-                                add_scaled(sums[o], w.z, v[2]);
-                                add_scaled(sums[o], w.w, v[3]);
-                            }
-                        }
-                    } else {
-                        const int first_key = tile_key + split * S::SPLIT;
-                        const int high = min(to - split * S::SPLIT, S::SPLIT);
-#pragma unroll (QT == 4 ? 2 : 1)
-                        for (int j = max(from - split * S::SPLIT, 0); j < high; j++) {
-                            const float4 v = *reinterpret_cast<const float4*>(values + j * S::PITCH);
-#pragma unroll
-                            for (int o = 0; o < QT / HALVES; o++) {
-                                const int i = half + HALVES * o;
-                                if (i >= n_queries) break;
-                                if (first_key + j >= seen[i].x && first_key + j < seen[i].y)
-                                    add_scaled(sums[o], weights[i * S::TILE + j], v);
-                            }
-                        }
-                    }
-                }
-            }
-
-            __syncthreads();  // the last tile of V is free: it takes the sums of the splits
-            float4* const split_sums = reinterpret_cast<float4*>(tile);
-            if (split < S::SPLITS) {
-#pragma unroll
-                for (int o = 0; o < QT / HALVES; o++) {
-                    const int i = half + HALVES * o;
-                    if (i >= n_queries) break;
-                    split_sums[(split * QT + i) * S::QUADS + quad] = sums[o];
-                }
+                for (int i = 0; i < n_queries; i += 4)
+                    score_four<S::PART>(key, query + i * DK, DK, score + i * S::TILE, S::TILE);
             }
             __syncthreads();
-            const int slot = chunk - slot_zero;
-            if (slot < n_slots) {
-#pragma unroll 1
-                for (int at = thread; at < n_queries * S::QUADS; at += ATTEND_THREADS) {
-                    float4 sum = split_sums[at];
-#pragma unroll
-                    for (int s = 1; s < S::SPLITS; s++)
-                        add_scaled(sum, 1.0f, split_sums[s * QT * S::QUADS + at]);
-                    if (!rehearses) {
-                        await_predecessor();
-                        parts.sums[(size_t(row_heads[at / S::QUADS]) * n_slots + slot) * S::QUADS +
-                                   at % S::QUADS] = sum;
-                    }
-                }
-            }
+
+            // One warp per query: scores become weights, beside the running maximum.
 #pragma unroll
             for (int u = 0; u < S::WEIGHED; u++) {
                 const int i = warp + u * ATTEND_WARPS;
                 if (i >= n_queries) break;
-                const float total = warp_sum(weight_sum[u]);
-                if (lane == 0 && slot < n_slots && !rehearses) {
-                    await_predecessor();
-                    parts.marks[size_t(row_heads[i]) * n_slots + slot] = make_float2(maximum[u], total);
+                constexpr int PER_LANE = (S::TILE + WARP_LANES - 1) / WARP_LANES;
+                const int2 keys = seen[i];
+                float score[PER_LANE];
+                float tile_max = -INF_F32;
+#pragma unroll
+                for (int t = 0; t < PER_LANE; t++) {
+                    const int key = lane + t * WARP_LANES;
+                    score[t] = -INF_F32;
+                    if (key < S::TILE && tile_key + key >= keys.x && tile_key + key < keys.y) {
+                        float dot = scores[i * S::TILE + key];
+#pragma unroll
+                        for (int p = 1; p < S::PARTS; p++)
+                            dot = dot + scores[(p * QT + i) * S::TILE + key];
+                        score[t] = dot * scale;
+                        if (softcap > 0.0f) score[t] = softcap * tanhf(score[t] / softcap);
+                    }
+                    tile_max = larger_number(tile_max, score[t]);
+                }
+                tile_max = warp_max(tile_max);
+                const float high = larger_number(maximum[u], tile_max);
+                const float alpha = weight_of(maximum[u], high);
+                weight_sum[u] = weight_sum[u] * alpha;
+                maximum[u] = high;
+#pragma unroll
+                for (int t = 0; t < PER_LANE; t++) {
+                    const int key = lane + t * WARP_LANES;
+                    const float weight = weight_of(score[t], high);
+                    weight_sum[u] = weight_sum[u] + weight;
+                    if (key < S::TILE) scores[i * S::TILE + key] = weight;
+                }
+                if (lane == 0) alphas[i] = alpha;
+            }
+            v_tile.store(tile, from, to);
+            __syncthreads();
+
+            if (split < S::SPLITS) {
+                if (tile_key != begin) {
+#pragma unroll
+                    for (int o = 0; o < QT / HALVES; o++) {
+                        const int i = half + HALVES * o;
+                        if (i >= n_queries) break;
+                        scale_all(sums[o], alphas[i]);
+                    }
+                }
+                const float* values = tile + split * S::SPLIT * S::PITCH + quad * 4;
+                const float* weights = scores + split * S::SPLIT;
+                if (tile_key >= shared_start && tile_key + S::TILE <= shared_end) {
+#pragma unroll 1
+                    for (int j = 0; j < S::SPLIT; j += 4) {
+                        float4 v[4];
+#pragma unroll
+                        for (int t = 0; t < 4; t++)
+                            v[t] = *reinterpret_cast<const float4*>(values + (j + t) * S::PITCH);
+#pragma unroll
+                        for (int o = 0; o < QT / HALVES; o++) {
+                            const int i = half + HALVES * o;
+                            if (i >= n_queries) break;
+                            const float4 w =
+                                *reinterpret_cast<const float4*>(weights + i * S::TILE + j);
+                            add_scaled(sums[o], w.x, v[0]);
+                            add_scaled(sums[o], w.y, v[1]);
+                            add_scaled(sums[o], w.z, v[2]);
+                            add_scaled(sums[o], w.w, v[3]);
+                        }
+                    }
+                } else {
+                    const int first_key = tile_key + split * S::SPLIT;
+                    const int high = min(to - split * S::SPLIT, S::SPLIT);
+#pragma unroll (QT == 4 ? 2 : 1)
+                    for (int j = max(from - split * S::SPLIT, 0); j < high; j++) {
+                        const float4 v = *reinterpret_cast<const float4*>(values + j * S::PITCH);
+#pragma unroll
+                        for (int o = 0; o < QT / HALVES; o++) {
+                            const int i = half + HALVES * o;
+                            if (i >= n_queries) break;
+                            if (first_key + j >= seen[i].x && first_key + j < seen[i].y)
+                                add_scaled(sums[o], weights[i * S::TILE + j], v);
+                        }
+                    }
                 }
             }
         }
 
-        // Of the blocks that had a chunk (or the first, where there is none) the last joins them all.
-        const int busy = min(int(gridDim.x), max(chunks.last - chunks.first, 1));
-        if (tickets != nullptr && (rehearses || int(blockIdx.x) < busy)) {  // the same for all threads of the block
-            __syncthreads();  // the block's own partial results are there
-            if (!rehearses && busy > 1) {
-                if (thread == 0) {
-                    await_predecessor();
-                    __threadfence();
-                    uint32_t* ticket = tickets + blockIdx.z * gridDim.y + kv_head;
-                    is_last = atomicInc(ticket, busy - 1) == uint32_t(busy - 1);  // wraps to 0
-                    __threadfence();
-                }
-                __syncthreads();
+        __syncthreads();  // the last tile of V is free: it takes the sums of the splits
+        float4* const split_sums = reinterpret_cast<float4*>(tile);
+        if (split < S::SPLITS) {
+#pragma unroll
+            for (int o = 0; o < QT / HALVES; o++) {
+                const int i = half + HALVES * o;
+                if (i >= n_queries) break;
+                split_sums[(split * QT + i) * S::QUADS + quad] = sums[o];
             }
-            if (rehearses || busy == 1 || is_last) {
+        }
+        __syncthreads();
+        const int slot = chunk - slot_zero;
+        if (slot < n_slots) {
 #pragma unroll 1
-                for (int i = 0; i < n_queries; i += S::JOINED) {
-                    join_chunks<DV, S::JOINED, ATTEND_THREADS>(
-                        tile, row_heads + i, min(n_queries - i, S::JOINED), parts, slot_zero,
-                        chunks.first - slot_zero, chunks.last - slot_zero, rehearses,
-                        {sinks, out, lse, n_heads});
-                    __syncthreads();  // what it kept in the tile is read
-                }
+            for (int at = thread; at < n_queries * S::QUADS; at += ATTEND_THREADS) {
+                float4 sum = split_sums[at];
+#pragma unroll
+                for (int s = 1; s < S::SPLITS; s++)
+                    add_scaled(sum, 1.0f, split_sums[s * QT * S::QUADS + at]);
+                parts.sums[(size_t(row_heads[at / S::QUADS]) * n_slots + slot) * S::QUADS +
+                           at % S::QUADS] = sum;
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < S::WEIGHED; u++) {
+            const int i = warp + u * ATTEND_WARPS;
+            if (i >= n_queries) break;
+            const float total = warp_sum(weight_sum[u]);
+            if (lane == 0 && slot < n_slots)
+                parts.marks[size_t(row_heads[i]) * n_slots + slot] = make_float2(maximum[u], total);
+        }
+    }
+
+    // Of the blocks that had a chunk (or the first, where there is none) the last joins them all.
+    const int busy = min(int(gridDim.x), max(chunks.last - chunks.first, 1));
+    if (tickets != nullptr && int(blockIdx.x) < busy) {  // the same for all threads of the block
+        __syncthreads();  // the block's own partial results are there
+        if (busy > 1) {
+            if (thread == 0) {
+                __threadfence();
+                uint32_t* ticket = tickets + blockIdx.z * gridDim.y + kv_head;
+                is_last = atomicInc(ticket, busy - 1) == uint32_t(busy - 1);  // wraps to 0
+                __threadfence();
+            }
+            __syncthreads();
+        }
+        if (busy == 1 || is_last) {
+#pragma unroll 1
+            for (int i = 0; i < n_queries; i += S::JOINED) {
+                join_chunks<DV, S::JOINED, ATTEND_THREADS>(
+                    tile, row_heads + i, min(n_queries - i, S::JOINED), parts, slot_zero,
+                    chunks.first - slot_zero, chunks.last - slot_zero, {sinks, out, lse, n_heads});
+                __syncthreads();  // what it kept in the tile is read
             }
         }
     }
@@ -610,6 +558,6 @@ __global__ void __launch_bounds__(2 * DV)
                                        counted, capacity).start);
     join_chunks<DV, 1, 2 * DV>(reinterpret_cast<float*>(scratch), &at, 1,
                                partials_in<DV>(partial, gridDim.y * n_heads, n_slots), slot_zero,
-                               chunks.first - slot_zero, chunks.last - slot_zero, false,
+                               chunks.first - slot_zero, chunks.last - slot_zero,
                                {sinks, out, lse, n_heads});
 }

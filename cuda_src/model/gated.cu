@@ -8,13 +8,12 @@ constexpr int OUTS = 8;
 //   h             f32 [n_rows, 32 * n_blocks]
 //   gain          f32 [32 * n_blocks] of the norm
 //   out           f32 [n_rows, n_ff]
-//   rehearsals    see common/dependent.cuh
 template <class Gate, class Up>
 __global__ void __launch_bounds__(288)
     gate_up_rows(const uint8_t* __restrict__ w_gate, const uint8_t* __restrict__ w_up,
                  const float* h, const float* __restrict__ gain, float* out, int32_t n_rows,
                  int32_t group, int32_t n_ff, int32_t n_blocks, int32_t slice_blocks,
-                 int32_t n_slices, float eps, int32_t rehearsals) {
+                 int32_t n_slices, float eps) {
     DYN_SMEM(float, gate_parts);
     const Cut cut = {n_blocks, slice_blocks, n_slices};
     const int first_out = blockIdx.x * OUTS;
@@ -25,32 +24,19 @@ __global__ void __launch_bounds__(288)
     float* squares = up_parts + size_t(rows) * cut.n_slices * OUTS;
     admit_successor();
     Product<OUTS, true, Gate, Up> product(w_gate, w_up, first_out, cut, gain);
+    product.run(x, rows, gate_parts, up_parts, squares, [] {});
+    __syncthreads();
+    fold_rows<OUTS>(gate_parts, squares, cut, 2 * rows, rows);  // those of up lie behind them
+    __syncthreads();
 #pragma unroll 1
-    for (int left = product.can_rehearse() ? rehearsals : 0; left >= 0; left--) {
-        const bool rehearses = hide(left) > 0;
-        const int n = rehearses ? 1 : rows;
-        product.run(x, n, gate_parts, up_parts, squares, rehearses, [] {});
-        __syncthreads();
-        fold_rows<OUTS>(gate_parts, nullptr, cut, n, n);
-        fold_rows<OUTS>(up_parts, squares, cut, n, n);
-        __syncthreads();
-#pragma unroll 1
-        for (int i = threadIdx.x; i < n * OUTS; i += blockDim.x) {
-            const int r = i / OUTS;
-            const int column = first_out + i % OUTS;
-            if (column < n_ff) {
-                const float scale = row_scale(squares, cut, r, eps);
-                const float g = row_sum<OUTS>(gate_parts, cut, r, i % OUTS) * scale;
-                const float u = row_sum<OUTS>(up_parts, cut, r, i % OUTS) * scale;
-                const float value = g / (1.0f + expf(-g)) * u;
-                if (!rehearses) {
-                    await_predecessor();
-                    out[size_t(first_row + r) * n_ff + column] = value;
-                }
-            }
-        }
-        if (rehearses) {
-            __syncthreads();  // what it left is read
+    for (int i = threadIdx.x; i < rows * OUTS; i += blockDim.x) {
+        const int r = i / OUTS;
+        const int column = first_out + i % OUTS;
+        if (column < n_ff) {
+            const float scale = row_scale(squares, cut, r, eps);
+            const float g = row_sum<OUTS>(gate_parts, cut, r, i % OUTS) * scale;
+            const float u = row_sum<OUTS>(up_parts, cut, r, i % OUTS) * scale;
+            out[size_t(first_row + r) * n_ff + column] = g / (1.0f + expf(-g)) * u;
         }
     }
 }

@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(64, 12)
     }
     __syncthreads();
     fold_terms<1>(squares, n_blocks, rows, blockDim.x - 1 - threadIdx.x);
-    product.run(gained, rows, parts, nullptr, nullptr, false, [] {});
+    product.run(gained, rows, parts, nullptr, nullptr, [] {});
     __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows * OUTS; i += blockDim.x) {

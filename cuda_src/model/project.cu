@@ -7,13 +7,11 @@ constexpr int OUTS = 8;  // 128 bytes of each piece of a tile; many small blocks
 //   w  tiles of [n_out, 32 * n_blocks], see common/tiles.cuh
 //   x  f32 [n_rows, 32 * n_blocks]
 //   h  f32 [n_rows, n_out], updated in place
-//   rehearsals  see common/dependent.cuh
 // group rows are taken at a time.
 template <class Tile>
 __global__ void __launch_bounds__(512)
     add_product(const uint8_t* __restrict__ w, const float* x, float* h, int32_t n_rows,
-                int32_t group, int32_t n_out, int32_t n_blocks, int32_t slice_blocks, int32_t n_slices,
-                int32_t rehearsals) {
+                int32_t group, int32_t n_out, int32_t n_blocks, int32_t slice_blocks, int32_t n_slices) {
     DYN_SMEM(float, parts);
     const int first_out = blockIdx.x * OUTS;
     const int first_row = blockIdx.y * group;
@@ -28,31 +26,16 @@ __global__ void __launch_bounds__(512)
     const int out = first_out + mine % OUTS;
     float* to = h + size_t(first_row + mine / OUTS) * n_out + out;
     float before = 0.0f;
-#pragma unroll 1
-    for (int left = product.can_rehearse() ? rehearsals : 0; left >= 0; left--) {
-        const bool rehearses = hide(left) > 0;
-        const int n = rehearses ? 1 : rows;
-        product.run(x + size_t(first_row) * n_blocks * TILE_COLS, n, parts, nullptr, nullptr, rehearses,
-                    [&] { if (mine < outputs && out < n_out) before = *to; });
-        __syncthreads();
-        fold_rows<OUTS>(parts, nullptr, cut, n, n);
-        __syncthreads();
-        if (mine < n * OUTS && out < n_out) {
-            const float sum = before + row_sum<OUTS>(parts, cut, mine / OUTS, mine % OUTS);
-            if (!rehearses) {
-                await_predecessor();
-                *to = sum;
-            }
-        }
-        if (rehearses) {
-            __syncthreads();  // what it left is read
-        }
-    }
+    product.run(x + size_t(first_row) * n_blocks * TILE_COLS, rows, parts, nullptr, nullptr,
+                [&] { if (mine < outputs && out < n_out) before = *to; });
+    __syncthreads();
+    fold_rows<OUTS>(parts, nullptr, cut, rows, rows);
+    __syncthreads();
+    if (mine < outputs && out < n_out) *to = before + row_sum<OUTS>(parts, cut, mine / OUTS, mine % OUTS);
 #pragma unroll 1
     for (int i = mine + blockDim.x; i < outputs; i += blockDim.x) {
         const int other = first_out + i % OUTS;
         if (other < n_out) {
-            await_predecessor();
             float* at = h + size_t(first_row + i / OUTS) * n_out + other;
             *at = *at + row_sum<OUTS>(parts, cut, i / OUTS, i % OUTS);
         }

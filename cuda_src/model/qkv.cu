@@ -15,14 +15,11 @@ struct Side {
 };
 
 template <int F>
-__device__ __forceinline__ void store_block(const float* x, Side side, int physical, int g) {
+__device__ __forceinline__ void store_block(const float* x, Side side, int64_t physical, int g) {
     Packed<F> packed;
     pack_quarter<F>(x, g, &packed);
-    if (physical >= 0) {
-        uint8_t* to = side.plane + (size_t(physical) * side.n_blocks + side.block) * block_bytes<F>();
-        await_predecessor();
-        store_quarter<F>(packed, to, g);
-    }
+    uint8_t* to = side.plane + (size_t(physical) * side.n_blocks + side.block) * block_bytes<F>();
+    store_quarter<F>(packed, to, g);
 }
 
 // grid (n_out / 32, ceil(n_rows / group)); shared f32 [group, 32], [group, n_slices, 32],
@@ -34,7 +31,6 @@ __device__ __forceinline__ void store_block(const float* x, Side side, int physi
 //   q        f32 [n_rows, q_dim]
 //   k_plane, v_plane  rows of kv_dim / 32 blocks; row r goes to physical row len + r - base, and is
 //            dropped if that is outside [0, capacity). The counter is not moved.
-//   rehearsals  see common/dependent.cuh
 // A rotation pair is two neighbouring columns, the pairing of Llama weights as GGUF stores them. Past
 // the table the rotated values are NaN: nothing is read out of bounds, nothing looks right.
 template <class Tile, int KF, int VF>
@@ -44,83 +40,67 @@ __global__ void __launch_bounds__(608)
              uint8_t* v_plane, const int32_t* len_d, const int32_t* NULLABLE base_d,
              int32_t n_rows, int32_t group, int32_t column, int32_t q_dim, int32_t kv_dim,
              int32_t head_dim, int32_t n_rot, int32_t n_positions, int32_t capacity,
-             int32_t n_blocks, int32_t slice_blocks, int32_t n_slices, float eps, int32_t rehearsals) {
+             int32_t n_blocks, int32_t slice_blocks, int32_t n_slices, float eps) {
     DYN_SMEM(float, staged);  // first, for its alignment
     const int first_row = blockIdx.y * group;
     const int rows = min(group, n_rows - first_row);
     const Cut cut = {n_blocks, slice_blocks, n_slices};
     admit_successor();
-    Product<OUTS, true, Tile, NoTile, true> product(w, nullptr, blockIdx.x * OUTS, cut, gain);
+    Product<OUTS, true, Tile> product(w, nullptr, blockIdx.x * OUTS, cut, gain);
     const int first = column + blockIdx.x * OUTS;  // q_dim and kv_dim are whole blocks
     const auto rotated = [&](int pair) {
         return first < q_dim + kv_dim && (first + pair) % head_dim < n_rot;
     };
+    int position = 0;
+    int slot = 0;  // physical row of row 0 of the group
     const auto turn_of = [&](int r, int pair) {
-        const int position = pos_d[0] + first_row + r;
         if (!rotated(pair)) return Turn{1.0f, 0.0f};
-        if (position < 0 || position >= n_positions) return Turn{NAN_F32, NAN_F32};
-        const float* turn = angles + size_t(position) * n_rot + (first + pair) % head_dim;
+        if (position + r < 0 || position + r >= n_positions) return Turn{NAN_F32, NAN_F32};
+        const float* turn = angles + size_t(position + r) * n_rot + (first + pair) % head_dim;
         return Turn{turn[0], turn[1]};
     };
-    __shared__ Turn turns[OUTS / 2];  // of the first row, each of the thread that turns it
+    const int mine = threadIdx.x;
+    Turn turn = {1.0f, 0.0f};
     float* parts = staged + rows * OUTS;
     float* squares = parts + size_t(rows) * n_slices * OUTS;
-#pragma unroll 1
-    for (int left = product.can_rehearse() ? rehearsals : 0; left >= 0; left--) {
-        const bool rehearses = decltype(product)::REHEARSES && hide(left) > 0;
-        const int n = rehearses ? 1 : rows;
-        product.run(h + size_t(first_row) * n_blocks * TILE_COLS, n, parts, nullptr, squares, rehearses, [&] {
-            // The first turn is two loads away; they pass while the product is made.
-            if (threadIdx.x < OUTS / 2) turns[threadIdx.x] = turn_of(0, 2 * threadIdx.x);
-        });
-        __syncthreads();
-        fold_rows<OUTS>(parts, squares, cut, n, n);
-        __syncthreads();
+    product.run(h + size_t(first_row) * n_blocks * TILE_COLS, rows, parts, nullptr, squares, [&] {
+        position = pos_d[0] + first_row;
+        slot = len_d[0] + first_row - (base_d == nullptr ? 0 : base_d[0]);
+        // The first turn is two loads away; they pass while the product is made.
+        if (mine < rows * (OUTS / 2)) turn = turn_of(mine / (OUTS / 2), 2 * (mine % (OUTS / 2)));
+    });
+    __syncthreads();
+    fold_rows<OUTS>(parts, squares, cut, rows, rows);
+    __syncthreads();
 
 #pragma unroll 1
-        for (int i = threadIdx.x; i < n * (OUTS / 2); i += blockDim.x) {
-            const int r = i / (OUTS / 2);
-            const int pair = 2 * (i % (OUTS / 2));
-            Turn turn = {1.0f, 0.0f};
-            if (!rehearses) {
-                await_predecessor();
-                turn = r == 0 ? turns[pair / 2] : turn_of(r, pair);
-            }
-            const float scale = row_scale(squares, cut, r, eps);
-            float a = row_sum<OUTS>(parts, cut, r, pair) * scale;
-            float b = row_sum<OUTS>(parts, cut, r, pair + 1) * scale;
-            if (rotated(pair)) {
-                const float turned = a * turn.cosine - b * turn.sine;
-                b = a * turn.sine + b * turn.cosine;
-                a = turned;
-            }
-            if (first >= q_dim) {
-                staged[r * OUTS + pair] = a;
-                staged[r * OUTS + pair + 1] = b;
-            } else if (!rehearses) {
-                await_predecessor();
-                float* out = q + size_t(first_row + r) * q_dim + first;
-                out[pair] = a;
-                out[pair + 1] = b;
-            }
+    for (int i = mine; i < rows * (OUTS / 2); i += blockDim.x) {
+        const int r = i / (OUTS / 2);
+        const int pair = 2 * (i % (OUTS / 2));
+        if (i != mine) turn = turn_of(r, pair);
+        const float scale = row_scale(squares, cut, r, eps);
+        float a = row_sum<OUTS>(parts, cut, r, pair) * scale;
+        float b = row_sum<OUTS>(parts, cut, r, pair + 1) * scale;
+        if (rotated(pair)) {
+            const float turned = a * turn.cosine - b * turn.sine;
+            b = a * turn.sine + b * turn.cosine;
+            a = turned;
         }
-        __syncthreads();  // the cache rows are there; what a rehearsal left is read
-        if (first >= q_dim) {  // the same for all threads of the block
-            const bool is_k = first < q_dim + kv_dim;
-            const int from = first - q_dim - (is_k ? 0 : kv_dim);
-            const Side side = {is_k ? k_plane : v_plane, from / OUTS, kv_dim / OUTS};
+        float* out = first < q_dim ? q + size_t(first_row + r) * q_dim + first : staged + r * OUTS;
+        out[pair] = a;
+        out[pair + 1] = b;
+    }
+    if (first >= q_dim) {  // the same for all threads of the block
+        __syncthreads();
+        const bool is_k = first < q_dim + kv_dim;
+        const int from = first - q_dim - (is_k ? 0 : kv_dim);
+        const Side side = {is_k ? k_plane : v_plane, from / OUTS, kv_dim / OUTS};
 #pragma unroll 1
-            for (int i = threadIdx.x; i < n * BLOCK_QUARTERS; i += blockDim.x) {
-                const int r = i / BLOCK_QUARTERS;
-                int row = -1;  // no room
-                if (!rehearses) {
-                    await_predecessor();
-                    row = len_d[0] + first_row + r - (base_d == nullptr ? 0 : base_d[0]);
-                    if (row >= capacity) row = -1;
-                }
-                if (is_k) store_block<KF>(staged + r * OUTS, side, row, i % BLOCK_QUARTERS);
-                else store_block<VF>(staged + r * OUTS, side, row, i % BLOCK_QUARTERS);
-            }
+        for (int i = threadIdx.x; i < rows * BLOCK_QUARTERS; i += blockDim.x) {
+            const int r = i / BLOCK_QUARTERS;
+            if (slot + r < 0 || slot + r >= capacity) continue;
+            if (is_k) store_block<KF>(staged + r * OUTS, side, slot + r, i % BLOCK_QUARTERS);
+            else store_block<VF>(staged + r * OUTS, side, slot + r, i % BLOCK_QUARTERS);
         }
     }
 }

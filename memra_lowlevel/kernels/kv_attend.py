@@ -249,7 +249,6 @@ def attend(
         q, k_plane, v_plane, n_rows, n_kv_heads, group, rows, window, behind,
         scale, softcap, len_d, base_d, table,
         workspace, plan.n_slots, tickets if joins else None, sinks, out, lse,
-        int(early and programmatic),
     )  # fmt: skip
     if joins:
         return

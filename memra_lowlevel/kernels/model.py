@@ -284,7 +284,7 @@ def qkv_rows(
         stream, cut.config, kernel,
         matrix.tiles, h, gain, angles, positions, q, plane.k, plane.v, plane.len_d, plane.base_d,
         n_rows, cut.group, column, q_dim, kv_dim, head_dim, 2 * angles.shape[1], angles.shape[0],
-        plane.rows, cut.n_blocks, cut.slice_blocks, cut.n_slices, eps, cut.rehearsals,
+        plane.rows, cut.n_blocks, cut.slice_blocks, cut.n_slices, eps,
     )  # fmt: skip
 
 
@@ -313,7 +313,7 @@ def add_product(
     launch(
         stream, cut.config, _kernel(stream.device, "add_product", tile=matrix.tile),
         matrix.tiles, x, h, n_rows, cut.group, matrix.n_out, cut.n_blocks, cut.slice_blocks,
-        cut.n_slices, cut.rehearsals,
+        cut.n_slices,
     )  # fmt: skip
 
 
@@ -353,7 +353,7 @@ def gate_up_rows(
         stream, cut.config,
         _kernel(stream.device, "gate_up_rows", gate=gate.tile, up=up.tile),
         gate.tiles, up.tiles, h, gain, out, n_rows, cut.group, gate.n_out, cut.n_blocks,
-        cut.slice_blocks, cut.n_slices, eps, cut.rehearsals,
+        cut.slice_blocks, cut.n_slices, eps,
     )  # fmt: skip
 
 
@@ -485,8 +485,6 @@ class _Cut:
             4 * floats * self.group,
             programmatic=starts_early(device, programmatic),
         )
-        # A kernel that starts early goes through its code while it waits; see dependent.cuh.
-        self.rehearsals = int(self.config.programmatic)
 
 
 def _kernel(device: Device, name: str, **template: str) -> Kernel:

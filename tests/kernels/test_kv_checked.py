@@ -34,7 +34,7 @@ def run_partial(
         kv_attend.shared_bytes(d, d, queries),
         q, k, v, I32(n), I32(1), I32(group), I32(used), I32(window), I32(0), F32(d**-0.5), F32(0),
         np.array([length], I32), None, None, partial, I32(slots), tickets, np.zeros(group, F32),
-        joined, None, I32(1), order=order, seed=3,
+        joined, None, order=order, seed=3,
     )  # fmt: skip
     assert tickets is None or not tickets.any()
     return partial, length
