@@ -120,7 +120,9 @@ class Recording:
     # -- a thread that died ---------------------------------------------------------------------
     def abandoned(self) -> bool:
         """Whether the thread that began the capture has ended without ending it."""
-        return not self.ended and not self._owner.is_alive()
+        if self.ended or threading.current_thread() is self._owner:
+            return False
+        return not self._owner.is_alive()
 
     def drop(self) -> None:
         """End the capture without a graph, on whatever thread."""
