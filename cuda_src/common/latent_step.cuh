@@ -16,8 +16,6 @@ constexpr int STEP = 16;    // keys of a tile
 constexpr int SLICES = 4;   // parts of the channels of a score, added at the end
 constexpr int LIFTED = 15;  // a lifted value is less than 2^15
 constexpr int LEAST_EXPONENT = -60, MOST_EXPONENT = 63;  // of rows: below it bits are lost
-constexpr int HIDDEN_ROW = 1000;  // in place of an exponent: no row that a query may see
-constexpr int WILD_ROW = 1001;    // a row that is not finite, or reaches 2^63
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 constexpr float NO_REFERENCE = -1e30f;
@@ -122,18 +120,22 @@ struct RawRow {
 // in a bank.
 __device__ __forceinline__ int coarse_first(int unit) { return unit >> 2 & 1 ? 16 : 0; }
 
-// Splits the row in its place. A warp does a row; gives the exponent, or what stands for one.
+// What is known of the key of a row: with e the exponent of its row, 2^(e - LIFTED), e and
+// 2^(e + LIFTED), and what is added to its score: 0; -inf for a row that no query may see; NaN for one
+// that is not finite or reaches 2^63.
+typedef float4 KeyFactors;
+
+// Splits the row in its place. A warp does a row; `factors.w` says whether it may be seen.
 template <int F, int WIDTH>
-__device__ __forceinline__ int split_row(uint8_t* row, int lane) {
+__device__ __forceinline__ void split_row(uint8_t* row, int lane, KeyFactors& factors) {
     constexpr int PIECES = WIDTH / 4, PASSES = (PIECES + WARP_LANES - 1) / WARP_LANES;
     typedef RawRow<F, WIDTH> Raw;
     decltype(Raw::load(row, 0)) raw[PASSES];
     float most = 0.0f;
 #pragma unroll
     for (int i = 0; i < PASSES; i++) {
-        const int piece = lane + i * WARP_LANES;
-        if ((i + 1) * WARP_LANES <= PIECES || piece < PIECES) {
-            raw[i] = Raw::load(row, piece);
+        if ((i + 1) * WARP_LANES <= PIECES || lane + i * WARP_LANES < PIECES) {
+            raw[i] = Raw::load(row, lane + i * WARP_LANES);
             const float4 x = Raw::decoded(raw[i]);
             most = max_or_nan(most, max_or_nan(max_or_nan(fabsf(x.x), fabsf(x.y)),
                                                max_or_nan(fabsf(x.z), fabsf(x.w))));
@@ -141,25 +143,70 @@ __device__ __forceinline__ int split_row(uint8_t* row, int lane) {
     }
     int exponent = exponent_above(warp_max_bits(most));
     const bool wild = exponent > MOST_EXPONENT;
-    exponent = exponent < LEAST_EXPONENT ? LEAST_EXPONENT : exponent;
+    exponent = exponent < LEAST_EXPONENT ? LEAST_EXPONENT : wild ? 0 : exponent;
     const float lift = power_of_two(LIFTED - exponent);
     __syncwarp();  // every lane has read
+    // A piece is half of a unit; its lane's units agree in what comes first.
+    const int first = coarse_first(lane / 2);
+    uint8_t* const to = row + lane / 2 * 32 + lane % 2 * 8;
 #pragma unroll
     for (int i = 0; i < PASSES; i++) {
-        const int piece = lane + i * WARP_LANES, unit = piece / 2;
-        if ((i + 1) * WARP_LANES <= PIECES || piece < PIECES) {
+        if ((i + 1) * WARP_LANES <= PIECES || lane + i * WARP_LANES < PIECES) {
             uint2 coarse = make_uint2(0, 0), fine = make_uint2(0, 0);
-            if (!wild) {
-                const float4 x = Raw::decoded(raw[i]);
-                split_pair(x.x * lift, x.y * lift, coarse.x, fine.x);
-                split_pair(x.z * lift, x.w * lift, coarse.y, fine.y);
-            }
-            uint8_t* const to = row + unit * 32 + piece % 2 * 8;
-            *reinterpret_cast<uint2*>(to + coarse_first(unit)) = coarse;
-            *reinterpret_cast<uint2*>(to + 16 - coarse_first(unit)) = fine;
+            const float4 x = Raw::decoded(raw[i]);
+            split_pair(x.x * lift, x.y * lift, coarse.x, fine.x);
+            split_pair(x.z * lift, x.w * lift, coarse.y, fine.y);
+            *reinterpret_cast<uint2*>(to + i * (16 * WARP_LANES) + first) = coarse;
+            *reinterpret_cast<uint2*>(to + i * (16 * WARP_LANES) + 16 - first) = fine;
         }
     }
-    return wild ? WILD_ROW : exponent;
+    if (wild) {  // of the same lane's stores the last one counts
+#pragma unroll 1
+        for (int i = lane; i < PIECES; i += WARP_LANES) {
+            uint8_t* const at = row + i / 2 * 32 + i % 2 * 8;
+            *reinterpret_cast<uint2*>(at) = make_uint2(0, 0);
+            *reinterpret_cast<uint2*>(at + 16) = make_uint2(0, 0);
+        }
+    }
+    if (lane == 0) {
+        const float hidden = factors.w;
+        factors = make_float4(power_of_two(exponent - LIFTED), float(exponent),
+                              power_of_two(exponent + LIFTED), hidden != 0.0f ? hidden
+                                                               : wild         ? NAN_F32
+                                                                              : 0.0f);
+    }
+}
+
+// A query of WIDTH channels to the fragments of its set of 16, of which it is number `row`: lifted by
+// a power of two, which `factor` takes back. A warp does a query; `to(step)` gives where the fragment
+// of 16 channels lies (coarse, then fine, of 32 lanes).
+template <int WIDTH, class To>
+__device__ __forceinline__ void split_query(const float4* x, int lane, int row, float scale,
+                                            float& factor, To to) {
+    constexpr int PIECES = WIDTH / 4, PASSES = (PIECES + WARP_LANES - 1) / WARP_LANES;
+    float most = 0.0f;
+#pragma unroll
+    for (int i = 0; i < PASSES; i++)
+        most = max_or_nan(most, max_or_nan(max_or_nan(fabsf(x[i].x), fabsf(x[i].y)),
+                                           max_or_nan(fabsf(x[i].z), fabsf(x[i].w))));
+    int exponent = exponent_above(warp_max_bits(most));
+    exponent = exponent < -100 ? -100 : exponent;
+    const float lift = power_of_two(LIFTED - exponent);
+#pragma unroll
+    for (int i = 0; i < PASSES; i++) {
+        const int piece = lane + i * WARP_LANES;
+        if ((i + 1) * WARP_LANES <= PIECES || piece < PIECES) {
+            uint2 coarse, fine;
+            split_pair(x[i].x * lift, x[i].y * lift, coarse.x, fine.x);
+            split_pair(x[i].z * lift, x[i].w * lift, coarse.y, fine.y);
+            // Channels 4p to 4p + 3 of a fragment are those of two neighbouring lanes.
+            uint32_t* const at = to(piece / 4) + (row % 8 * 4 + piece % 2 * 2) * 4 +
+                                 piece % 4 / 2 * 2 + row / 8;
+            at[0] = coarse.x, at[4] = coarse.y;
+            at[4 * WARP_LANES] = fine.x, at[4 * WARP_LANES + 4] = fine.y;
+        }
+    }
+    if (lane == 0) factor = power_of_two(exponent - LIFTED) * scale * LOG2_E;
 }
 
 struct Halves {  // a fragment of A: 16 rows of 16, coarse and fine
@@ -170,20 +217,9 @@ __device__ __forceinline__ Halves load_halves(const uint4* at) {  // coarse, the
     return {{c.x, c.y, c.z, c.w}, {f.x, f.y, f.z, f.w}};
 }
 
-// The fragment of 16 queries and the 16 channels from `channel` on, made from the queries themselves.
-// lifts: of the 16 queries. Queries from n_queries on are zeros.
-__device__ __forceinline__ Halves query_halves(const float* q, int width, int n_queries, int first,
-                                               int channel, const float* lifts) {
-    const int lane = threadIdx.x % WARP_LANES, g = lane / 4, t = lane % 4;
-    Halves made;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const int row = g + i % 2 * 8;
-        float2 x = make_float2(0.0f, 0.0f);
-        if (first + row < n_queries)
-            x = *reinterpret_cast<const float2*>(q + size_t(first + row) * width + channel +
-                                                 i / 2 * 8 + 2 * t);
-        split_pair(x.x * lifts[row], x.y * lifts[row], made.coarse[i], made.fine[i]);
-    }
-    return made;
+// Between what a thread has seen others write to shared memory and its bulk copies to the same place.
+__device__ __forceinline__ void order_before_bulk_copies() {
+#if MEMRA_CUDA && __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
 }

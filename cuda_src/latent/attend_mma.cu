@@ -2,21 +2,29 @@
 // products of common/latent_step.cuh.
 //
 // A thread block takes 16 * M queries (a query = one row of one head) and walks tiles of 16 keys. A
-// tile is split once, in its place in shared memory, and serves as K and as V for all queries. Eight
+// tile is split once, in its place in shared memory, and serves as K and as V for all queries. The
 // warps share the channels: of a score four slices of them, which are added in order; of the result
-// an eighth each.
+// neighbouring ones.
 //
 // Chunks of keys at absolute positions (or positions of a list) each leave a weighted sum, a
 // reference and a sum of weights; latent_mma_combine joins them in a fixed order. Nothing depends on
 // anything but the query's own keys: a row gets the same bits alone and among others, whatever M,
-// HELD and STAGES are and whichever block takes a chunk.
+// HELD, STAGES, WARPS and COPY are and whichever block takes a chunk.
+#include "common/bulk.cuh"
 #include "common/counters.cuh"
 #include "common/dependent.cuh"
 #include "common/latent_step.cuh"
 
-constexpr int MMA_THREADS = 256;
-constexpr int MMA_WARPS = MMA_THREADS / WARP_LANES;
+constexpr int COPY_ASYNC = 0, COPY_BULK = 1;
+#if MEMRA_CUDA && __CUDA_ARCH__ >= 900
+constexpr int COPY_BEST = COPY_BULK;
+#else
+constexpr int COPY_BEST = COPY_ASYNC;
+#endif
+constexpr int COMBINE_THREADS = 256, COMBINE_WARPS = COMBINE_THREADS / WARP_LANES;
 constexpr int32_t MOST_KEYS = 0x7fffffff - 1024;
+constexpr int SPLITTERS = 8, SCORERS = 8;  // warps
+constexpr int AHEAD = 2;        // steps of a score that may be under way at once
 constexpr int LIST_PART = 64;  // entries of a list that leave one partial result
 
 // Chunks: 64 keys below 4096, 256 below 32768, 512 below 65536, then 1024. Few enough for the
@@ -41,36 +49,54 @@ struct MmaPlace {
     int32_t unused;
 };
 
-// Shared memory, in bytes from its begin. STAGES tiles; fragments of the queries, HELD of each
-// slice's steps excepted, which stay in registers; scores by slice; fragments of weights; what is
-// known of queries and keys.
-template <int RANK, int ROPE, int M, int HELD, int STAGES>
+// Shared memory, in bytes from its begin: STAGES tiles; fragments of the queries, but those of the
+// last HELD steps of each slice, which stay in registers; scores by slice; fragments of weights; what
+// is known of queries and keys.
+template <int RANK, int ROPE, int M, int HELD, int STAGES, int WARPS>
 struct MmaShape {
-    static constexpr int WIDTH = RANK + ROPE, QUERIES = 16 * M;
+    static constexpr int WIDTH = RANK + ROPE, QUERIES = 16 * M, THREADS = WARPS * WARP_LANES;
     static constexpr int STEPS = WIDTH / 16 / SLICES;  // of 16 channels, of a slice
     static constexpr int IN_SHARED = STEPS - HELD;
     static constexpr int PITCH = 4 * WIDTH + 16;  // rows start 4 banks apart
     static constexpr int TILE_BYTES = STEP * PITCH;
-    static constexpr int OWN_QUERIES = M == 4 ? 2 : 1;  // of a warp's scores, in 16
-    static constexpr int OWN_KEYS = M == 1 ? 1 : 2;     // in 8
-    static constexpr int CHANNELS = RANK / MMA_WARPS / 8;  // of a warp's result, in 8
-    static constexpr int GROUP = CHANNELS < 8 / M ? CHANNELS : 8 / M;  // of these at once
+    // Rows are brought and split by the last eight warps. Where there are more, these do nothing else
+    // while the first eight make scores and weights of the tile before.
+    static constexpr int FIRST_SPLITTER = WARPS - SPLITTERS;
+    // Scores: the two warps of a slice share the sets of queries, or the halves of the keys.
+    static constexpr int BY_SETS = M > 1 ? 2 : 1, BY_KEYS = M > 1 ? 1 : 2;
+    static constexpr int SCORE_SETS = M / BY_SETS, SCORE_KEYS = 2 / BY_KEYS;  // of a warp; keys in 8
+    // Weights: a thread has M neighbouring keys of a query.
+    static constexpr int SHARERS = STEP / M;
+    // Results: the warps share the channels, and halves of the sets if there are many.
+    static constexpr int HALVES = WARPS > 8 && M > 1 ? 2 : 1;
+    static constexpr int SETS = M / HALVES;                       // of a warp
+    static constexpr int CHANNELS = RANK / (WARPS / HALVES) / 8;  // of a warp, in 8
+    static constexpr int AT_ONCE = (WARPS > 8 ? 4 : 8) / SETS;
+    static constexpr int GROUP = CHANNELS < AT_ONCE ? CHANNELS : AT_ONCE;  // of these at once
+    static constexpr int FRAGMENT = 2 * WARP_LANES * 16;  // bytes
     static constexpr int Q_AT = STAGES * TILE_BYTES;
-    static constexpr int SCORES_AT = Q_AT + SLICES * IN_SHARED * M * 2 * WARP_LANES * 16;
+    // Until the warps take them, steps that are held lie in the place of the scores; many of them in
+    // that of the tiles, which then come later.
+    static constexpr bool TILES_FIRST = HELD <= 1;
+    static constexpr int SCORES_AT = Q_AT + SLICES * IN_SHARED * M * FRAGMENT;
     static constexpr int WEIGHTS_AT = SCORES_AT + SLICES * QUERIES * STEP * 4;
-    static constexpr int QUERY_AT = WEIGHTS_AT + M * 2 * WARP_LANES * 16;
-    static constexpr int KEYS_AT = QUERY_AT + 4 * QUERIES * 4;
-    static constexpr int BYTES = KEYS_AT + STAGES * STEP * 4 + sizeof(MmaPlace);
-    static_assert(RANK % 128 == 0 && WIDTH % 64 == 0 && HELD <= STEPS && STAGES >= 2, "no such shape");
+    static constexpr int KEYS_AT = WEIGHTS_AT + M * FRAGMENT;
+    static constexpr int QUERY_AT = KEYS_AT + STAGES * STEP * 16;
+    static constexpr int PLACE_AT = QUERY_AT + 3 * QUERIES * 4;
+    static constexpr int FULL_AT = PLACE_AT + int(sizeof(MmaPlace));
+    static constexpr int BYTES = FULL_AT + STAGES * SPLITTERS * 8;
+    static constexpr int HELD_AT = TILES_FIRST ? SCORES_AT : 0;
+    static_assert(RANK % 128 == 0 && WIDTH % 64 == 0 && HELD <= STEPS, "no such shape");
+    static_assert(WARPS == 8 ? STAGES >= 2 : WARPS == 16 && STAGES >= 3, "no such shape");
 };
 
-// Grid (query blocks, any number of blocks which share the chunks), 256 threads, MmaShape::BYTES of
-// dynamic shared memory. Query blocks: ceil(n_rows * n_heads / (16 * M)), or with a list
+// Grid (query blocks, any number of blocks which share the chunks), 32 * WARPS threads,
+// MmaShape::BYTES of dynamic shared memory. Query blocks: ceil(n_rows * n_heads / (16 * M)), or with a list
 // n_rows * ceil(n_heads / (16 * M)). Parameters as of latent_partial in latent/attend.cu, but
 //   workspace  f32 [n_rows, n_heads, n_slots, RANK] weighted sums, slot = chunk; behind them
 //              f32 [n_rows, n_heads, n_slots, 2] references (exponents of 2) and sums of weights
-template <int F, int RANK, int ROPE, int M, int HELD, int STAGES>
-__global__ void __launch_bounds__(MMA_THREADS, 1)
+template <int F, int RANK, int ROPE, int M, int HELD, int STAGES, int WARPS, int COPY = COPY_BEST>
+__global__ void __launch_bounds__(WARPS * WARP_LANES, 1)
     latent_mma(const float* __restrict__ q, const uint8_t* __restrict__ plane, int32_t n_rows,
                int32_t n_heads, int32_t capacity, const int32_t* NULLABLE list, int32_t n_list,
                int32_t counted, float scale, const int32_t* __restrict__ len_d,
@@ -78,22 +104,23 @@ __global__ void __launch_bounds__(MMA_THREADS, 1)
 #if MEMRA_CUDA && __CUDA_ARCH__ < 800
     __trap();  // the selector asks for sm_80
 #else
-    typedef MmaShape<RANK, ROPE, M, HELD, STAGES> S;
+    typedef MmaShape<RANK, ROPE, M, HELD, STAGES, WARPS> S;
     typedef RawRow<F, S::WIDTH> Row;
+    constexpr bool BULK = COPY == COPY_BULK && Row::BYTES % 16 == 0;
     DYN_SMEM(uint8_t, shared);
     uint4* const q_parts = reinterpret_cast<uint4*>(shared + S::Q_AT);  // [slice][step][m][2][lane]
     float* const scores = reinterpret_cast<float*>(shared + S::SCORES_AT);  // [slice][query][key]
     uint32_t* const weights = reinterpret_cast<uint32_t*>(shared + S::WEIGHTS_AT);  // [m][2][lane][4]
-    float* const lifts = reinterpret_cast<float*>(shared + S::QUERY_AT);
-    float* const factors = lifts + S::QUERIES;  // of a raw score
+    KeyFactors* const keys = reinterpret_cast<KeyFactors*>(shared + S::KEYS_AT);  // [stage][key]
+    float* const factors = reinterpret_cast<float*>(shared + S::QUERY_AT);  // of a raw score
     float* const alphas = factors + S::QUERIES;
     int32_t* const ends = reinterpret_cast<int32_t*>(alphas + S::QUERIES);
-    int32_t* const exponents = reinterpret_cast<int32_t*>(shared + S::KEYS_AT);  // [stage][key]
+    MmaPlace& place = *reinterpret_cast<MmaPlace*>(shared + S::PLACE_AT);
+    uint64_t* const full = reinterpret_cast<uint64_t*>(shared + S::FULL_AT);
     admit_successor();
     await_predecessor();
     const int thread = threadIdx.x, warp = thread / WARP_LANES, lane = thread % WARP_LANES;
     const int g = lane / 4, t = lane % 4;
-    MmaPlace& place = *reinterpret_cast<MmaPlace*>(exponents + STAGES * STEP);
 
     int first_row = 0, first_query = int(blockIdx.x) * S::QUERIES, all_queries = n_rows * n_heads;
     if (list != nullptr) {
@@ -114,7 +141,6 @@ __global__ void __launch_bounds__(MMA_THREADS, 1)
                                              : part_begin(part_of(at) + 1);
         return edge < MOST_KEYS ? int32_t(edge) : MOST_KEYS;
     };
-    const float* const own_q = q + (size_t(first_row) * n_heads + first_query) * S::WIDTH;
     if (thread == 0) {
         // Its share of the chunks: those that begin in an equal share of the keys.
         const int32_t last_end = end_of(n_queries - 1), n_keys = list != nullptr ? n_list : last_end;
@@ -130,142 +156,186 @@ __global__ void __launch_bounds__(MMA_THREADS, 1)
                  first_row * n_heads + first_query,
                  n_queries,
                  0};
+        if constexpr (BULK) {
+            for (int i = 0; i < STAGES * SPLITTERS; i++) mbar_init(full + i, 1);
+            mbar_publish();
+        }
     }
     __syncthreads();
     const bool idle = place.begin >= place.stop;
 
-    // The rows of the tile at a key into a stage; a warp brings those that it will split.
+    // Rows of the tile at a key into a stage, by the warp that will split them.
+    const int splitter = warp - S::FIRST_SPLITTER;
+    const auto row_of = [&](int32_t at) {
+        int32_t row = at < place.n_keys ? at : -1;
+        if (list != nullptr && row >= 0) row = list[size_t(place.row) * n_list + at];
+        return row < place.last_end ? row : -1;
+    };
     const auto ask = [&](int32_t tile_at, int stage) {
-        if (tile_at < place.stop) {
+        constexpr int OWN_ROWS = STEP / SPLITTERS;
+        uint8_t* const to = shared + stage * S::TILE_BYTES + splitter * S::PITCH;
+        if (splitter >= 0 && tile_at < place.stop) {
+            const int32_t own = lane < OWN_ROWS ? row_of(tile_at + splitter + lane * SPLITTERS) : -1;
+            const unsigned seen = __ballot_sync(FULL_MASK, own >= 0);
+            if (lane < OWN_ROWS)
+                keys[stage * STEP + splitter + lane * SPLITTERS] =
+                    make_float4(0.0f, 0.0f, 0.0f, own >= 0 ? 0.0f : -INF_F32);
+#pragma unroll
+            for (int i = 0; i < OWN_ROWS; i++) {
+                const int32_t row = __shfl_sync(FULL_MASK, own, i);
+                if (row < 0)
+                    Row::clear(to + i * SPLITTERS * S::PITCH, lane);
+                else if constexpr (!BULK)
+                    Row::ask(to + i * SPLITTERS * S::PITCH, plane, row, lane);
+            }
+            if constexpr (BULK) {
+                uint64_t* const there = full + stage * SPLITTERS + splitter;
+                if (lane < OWN_ROWS) order_before_bulk_copies();
+                if (lane == 0) mbar_arrive_expecting(there, __popc(seen) * Row::BYTES);
+                if (own >= 0)
+                    bulk_copy(to + lane * SPLITTERS * S::PITCH, plane + int64_t(own) * Row::BYTES,
+                              Row::BYTES, there);
+            }
+        }
+        if constexpr (!BULK) cp_async_commit();
+    };
+    const auto split = [&](int stage, int parity) {
+        if constexpr (BULK)
+            mbar_wait(full + stage * SPLITTERS + splitter, parity);
+        else
+            __syncwarp();  // the copies of the other lanes
 #pragma unroll 1
-            for (int key = warp; key < STEP; key += MMA_WARPS) {
-                const int32_t at = tile_at + key;
-                int32_t row = at < place.n_keys ? at : -1;
-                if (list != nullptr && row >= 0) row = list[size_t(place.row) * n_list + at];
-                const bool seen = row >= 0 && row < place.last_end;
-                uint8_t* const to = shared + stage * S::TILE_BYTES + key * S::PITCH;
-                if (seen) {
-                    Row::ask(to, plane, row, lane);
-                } else {
-                    Row::clear(to, lane);
+        for (int key = splitter; key < STEP; key += SPLITTERS)
+            split_row<F, S::WIDTH>(shared + stage * S::TILE_BYTES + key * S::PITCH, lane,
+                                   keys[stage * STEP + key]);
+    };
+
+    if constexpr (S::TILES_FIRST)
+#pragma unroll 1
+        for (int i = 0; i < STAGES; i++) ask(place.begin + i * STEP, i);
+    if (!idle) {  // the queries
+        constexpr int PASSES = (S::WIDTH / 4 + WARP_LANES - 1) / WARP_LANES;
+        constexpr int BATCH = M >= 4 ? 2 : 1;
+        const float* const own_q = q + (size_t(first_row) * n_heads + first_query) * S::WIDTH;
+#pragma unroll 1
+        for (int query0 = warp; query0 < S::QUERIES; query0 += WARPS * BATCH) {
+            float4 x[BATCH][PASSES];
+#pragma unroll
+            for (int k = 0; k < BATCH; k++)
+#pragma unroll
+                for (int i = 0; i < PASSES; i++) {
+                    const int query = query0 + k * WARPS, piece = lane + i * WARP_LANES;
+                    x[k][i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                    if (query < n_queries && piece < S::WIDTH / 4)
+                        x[k][i] = *reinterpret_cast<const float4*>(own_q + size_t(query) * S::WIDTH +
+                                                                   4 * piece);
                 }
-                if (lane == 0) exponents[stage * STEP + key] = seen ? 0 : HIDDEN_ROW;
-            }
-        }
-        cp_async_commit();
-    };
-    const auto split = [&](int stage) {
-        __syncwarp();  // the copies of the other lanes
-#pragma unroll 1
-        for (int key = warp; key < STEP; key += MMA_WARPS) {
-            uint8_t* const row = shared + stage * S::TILE_BYTES + key * S::PITCH;
-            const int exponent = split_row<F, S::WIDTH>(row, lane);
-            int32_t* const to = exponents + stage * STEP + key;
-            if (lane == 0 && *to != HIDDEN_ROW) *to = exponent;
-        }
-    };
-
 #pragma unroll
-    for (int i = 0; i < STAGES; i++) ask(place.begin + i * STEP, i);
-    // Of each query: the power of two that lifts it, and the factor that takes it back.
-    for (int query = warp; query < S::QUERIES; query += MMA_WARPS) {
-        float most = 0.0f;
-        if (query < n_queries && !idle)
-            for (int c = 4 * lane; c < S::WIDTH; c += 4 * WARP_LANES) {
-                const float4 x =
-                    *reinterpret_cast<const float4*>(own_q + size_t(query) * S::WIDTH + c);
-                most = max_or_nan(most, max_or_nan(max_or_nan(fabsf(x.x), fabsf(x.y)),
-                                                   max_or_nan(fabsf(x.z), fabsf(x.w))));
+            for (int k = 0; k < BATCH; k++) {
+                const int query = query0 + k * WARPS;
+                split_query<S::WIDTH>(x[k], lane, query % 16, scale, factors[query], [&](int step) {
+                    const int slice = step % SLICES, own = step / SLICES, m = query / 16;
+                    const int at = own < S::IN_SHARED
+                                       ? S::Q_AT + ((slice * S::IN_SHARED + own) * M + m) * S::FRAGMENT
+                                       : S::HELD_AT + ((slice * HELD + own - S::IN_SHARED) * M + m) *
+                                                          S::FRAGMENT;
+                    return reinterpret_cast<uint32_t*>(shared + at);
+                });
+                if (lane == 0)
+                    ends[query] = query >= n_queries ? 0 : list != nullptr ? n_list : end_of(query);
             }
-        int exponent = exponent_above(warp_max_bits(most));
-        exponent = exponent < -100 ? -100 : exponent;
-        if (lane == 0) {
-            lifts[query] = power_of_two(LIFTED - exponent);
-            factors[query] = power_of_two(exponent - LIFTED) * scale * LOG2_E;
-            ends[query] = query >= n_queries ? 0 : list != nullptr ? n_list : end_of(query);
         }
     }
     __syncthreads();
-    const int slice = warp / 2;
-    const int m_first = M == 1 ? 0 : warp % 2 * S::OWN_QUERIES;
-    const int key_first = M == 1 ? warp % 2 * 8 : 0;
-    Halves held[HELD > 0 ? HELD : 1][S::OWN_QUERIES];
-    if (!idle) {
-#pragma unroll 1
-        for (int i = warp; i < SLICES * S::IN_SHARED * M; i += MMA_WARPS) {
-            const int m = i % M, step = i / M % S::IN_SHARED, of = i / M / S::IN_SHARED;
-            const Halves made = query_halves(own_q, S::WIDTH, n_queries, 16 * m,
-                                             (step * SLICES + of) * 16, lifts + 16 * m);
-            uint4* const to = q_parts + size_t(i) * 2 * WARP_LANES + lane;
-            to[0] = make_uint4(made.coarse[0], made.coarse[1], made.coarse[2], made.coarse[3]);
-            to[WARP_LANES] = make_uint4(made.fine[0], made.fine[1], made.fine[2], made.fine[3]);
+    const bool scoring = warp < SCORERS;
+    const int slice = warp / 2 % SLICES;
+    const int m_first = M > 1 ? warp % 2 * S::SCORE_SETS : 0;
+    const int key_first = M > 1 ? 0 : warp % 2 * 8;
+    Halves held[HELD > 0 ? HELD : 1][S::SCORE_SETS];
+    if (HELD > 0 && scoring && !idle)
+#pragma unroll
+        for (int i = 0; i < HELD * S::SCORE_SETS; i++) {
+            const int h = i / S::SCORE_SETS, m = i % S::SCORE_SETS;
+            held[h][m] = load_halves(reinterpret_cast<const uint4*>(
+                shared + S::HELD_AT + ((slice * HELD + h) * M + m_first + m) * S::FRAGMENT) + lane);
         }
-#pragma unroll
-        for (int h = 0; h < HELD; h++)
-#pragma unroll
-            for (int m = 0; m < S::OWN_QUERIES; m++)
-                held[h][m] = query_halves(own_q, S::WIDTH, n_queries, 16 * (m_first + m),
-                                          ((S::IN_SHARED + h) * SLICES + slice) * 16,
-                                          lifts + 16 * (m_first + m));
+    if constexpr (!S::TILES_FIRST) {
+        __syncthreads();  // the place of the tiles is free
+#pragma unroll 1
+        for (int i = 0; i < STAGES; i++) ask(place.begin + i * STEP, i);
     }
-    cp_async_wait<STAGES - 1>();
-    if (!idle) split(0);
+    if constexpr (!BULK) cp_async_wait<STAGES - 1>();
+    if (!idle && splitter >= 0) split(0, 0);
     __syncthreads();
 
-    constexpr int PER = 16 / M;  // threads of a query in between: each has M neighbouring keys
-    const int query = thread / PER, sub = thread % PER;
+    const int query = thread / S::SHARERS, sub = thread % S::SHARERS;  // of a scorer
+    const int set_first = warp / (WARPS / S::HALVES) * S::SETS;        // of results
+    const int unit_first = warp % (WARPS / S::HALVES) * S::CHANNELS;
     float reference = NO_REFERENCE, total = 0.0f;
-    float acc[M][S::CHANNELS][4];
+    float acc[S::SETS][S::CHANNELS][4];
 #pragma unroll
-    for (int i = 0; i < M * S::CHANNELS * 4; i++) acc[i / 4 / S::CHANNELS][i / 4 % S::CHANNELS][i % 4] = 0.0f;
+    for (int i = 0; i < S::SETS * S::CHANNELS * 4; i++)
+        acc[i / 4 / S::CHANNELS][i / 4 % S::CHANNELS][i % 4] = 0.0f;
 
-    int stage = 0;
+    int stage = 0, next_parity = 0;
     int32_t edge = edge_behind(place.begin);
 #pragma unroll 1
     for (int32_t at = place.begin; at < place.stop; at += STEP) {
         const bool last = at + STEP >= edge || at + STEP >= place.stop;  // of its chunk
         const uint8_t* const tile = shared + stage * S::TILE_BYTES;
-        {  // raw scores of this warp's slice
+        const bool more = at + STEP < place.stop;
+        const int next = stage + 1 == STAGES ? 0 : stage + 1;
+        if (next == 0) next_parity ^= 1;
+        if (WARPS > 8 && splitter >= 0 && more) {
+            if constexpr (!BULK) cp_async_wait<STAGES - 2>();
+            split(next, next_parity);
+        }
+        if (scoring) {  // raw scores of this warp's slice
             // It begins in units that are alike in what comes first.
             const int flip = coarse_first(slice * 2), upper = 16 - 2 * flip;
             const int own = across_offset(lane, S::PITCH, 32, upper);
             const uint8_t* const slice_tile = tile + key_first * S::PITCH + slice * 64 + flip;
-            float main[S::OWN_QUERIES][S::OWN_KEYS][4], rest[S::OWN_QUERIES][S::OWN_KEYS][4];
+            const uint4* const slice_q =
+                q_parts + (slice * S::IN_SHARED * M + m_first) * 2 * WARP_LANES + lane;
+            float main[S::SCORE_SETS][S::SCORE_KEYS][4], rest[S::SCORE_SETS][S::SCORE_KEYS][4];
 #pragma unroll
-            for (int m = 0; m < S::OWN_QUERIES; m++)
+            for (int m = 0; m < S::SCORE_SETS; m++)
 #pragma unroll
-                for (int n = 0; n < S::OWN_KEYS; n++)
+                for (int n = 0; n < S::SCORE_KEYS; n++)
 #pragma unroll
                     for (int j = 0; j < 4; j++) main[m][n][j] = rest[m][n][j] = 0.0f;
-#pragma unroll
-            for (int step = 0; step < S::STEPS; step++) {
-                uint32_t b[S::OWN_KEYS][4];  // coarse, coarse, fine, fine
+            const auto score_step = [&](int step, int h) {  // h: of those that are held
+                uint32_t b[S::SCORE_KEYS][4];  // coarse, coarse, fine, fine
                 const uint8_t* const from = slice_tile + step * (SLICES * 64);
 #pragma unroll
-                for (int n = 0; n < S::OWN_KEYS; n++)
+                for (int n = 0; n < S::SCORE_KEYS; n++)
                     load_along_x4(b[n], from + n * 8 * S::PITCH, own, S::PITCH, 32, upper);
 #pragma unroll
-                for (int m = 0; m < S::OWN_QUERIES; m++) {
-                    Halves a = held[step < S::IN_SHARED ? 0 : step - S::IN_SHARED][m];
-                    if (step < S::IN_SHARED)
-                        a = load_halves(q_parts + ((slice * S::IN_SHARED + step) * M + m_first + m) *
-                                                      2 * WARP_LANES + lane);
+                for (int m = 0; m < S::SCORE_SETS; m++) {
+                    Halves a = held[h < 0 ? 0 : h][m];
+                    if (h < 0) a = load_halves(slice_q + (step * M + m) * 2 * WARP_LANES);
 #pragma unroll
-                    for (int n = 0; n < S::OWN_KEYS; n++)
+                    for (int n = 0; n < S::SCORE_KEYS; n++)
                         mma_m16n8k16_f16(main[m][n], a.coarse, b[n], main[m][n]);
 #pragma unroll
-                    for (int n = 0; n < S::OWN_KEYS; n++)
+                    for (int n = 0; n < S::SCORE_KEYS; n++)
                         mma_m16n8k16_f16(rest[m][n], a.coarse, b[n] + 2, rest[m][n]);
 #pragma unroll
-                    for (int n = 0; n < S::OWN_KEYS; n++)
+                    for (int n = 0; n < S::SCORE_KEYS; n++)
                         mma_m16n8k16_f16(rest[m][n], a.fine, b[n], rest[m][n]);
                 }
-            }
+            };
+#pragma unroll AHEAD
+            for (int step = 0; step < S::IN_SHARED; step++)
+                score_step(step, -1);
+#pragma unroll
+            for (int h = 0; h < HELD; h++)
+                score_step(S::IN_SHARED + h, h);
             // Every other pair of rows has its keys 8 apart, so that a warp meets each bank once.
 #pragma unroll
-            for (int m = 0; m < S::OWN_QUERIES; m++)
+            for (int m = 0; m < S::SCORE_SETS; m++)
 #pragma unroll
-                for (int n = 0; n < S::OWN_KEYS; n++)
+                for (int n = 0; n < S::SCORE_KEYS; n++)
 #pragma unroll
                     for (int j = 0; j < 2; j++) {
                         const int row = (m_first + m) * 16 + g + 8 * j;
@@ -276,58 +346,56 @@ __global__ void __launch_bounds__(MMA_THREADS, 1)
                     }
         }
         __syncthreads();
-        {  // weights
-            const int key = sub * M, stored = key ^ (query / 2 % 2 * 8);
-            float score[M], high = -INF_F32;
-            int exponent[M];
+        if (scoring) {  // weights
+            constexpr int OWN = M;
+            const int key = sub * OWN, stored = key ^ (query / 2 % 2 * 8);
+            const float* const from = scores + query * STEP + stored;
+            const float factor = factors[query];
+            const int32_t behind = ends[query] - at - key;
+            float score[OWN], up[OWN], high = -INF_F32;
 #pragma unroll
-            for (int j = 0; j < M; j++) {
-                const float* from = scores + query * STEP + stored + j;
-                const float dot = (from[0] + from[S::QUERIES * STEP]) +
-                                  (from[2 * S::QUERIES * STEP] + from[3 * S::QUERIES * STEP]);
-                exponent[j] = exponents[stage * STEP + key + j];
-                const bool seen = at + key + j < ends[query] && exponent[j] != HIDDEN_ROW;
-                const bool wild = exponent[j] == WILD_ROW;
-                exponent[j] = exponent[j] >= HIDDEN_ROW ? 0 : exponent[j];
-                score[j] = dot * (power_of_two(exponent[j] - LIFTED) * factors[query]);
-                score[j] = !seen ? -INF_F32 : wild ? NAN_F32 : score[j];
+            for (int j = 0; j < OWN; j++) {
+                const float dot = (from[j] + from[S::QUERIES * STEP + j]) +
+                                  (from[2 * S::QUERIES * STEP + j] + from[3 * S::QUERIES * STEP + j]);
+                const KeyFactors known = keys[stage * STEP + key + j];
+                up[j] = known.z;
+                score[j] = fmaf(dot, known.x * factor, known.w);
+                score[j] = j < behind ? score[j] : -INF_F32;
                 // What the key contributes at most: its weight times its row.
-                high = fmaxf(high, score[j] + float(exponent[j]));
+                high = fmaxf(high, score[j] + known.y);
             }
 #pragma unroll
-            for (int offset = 1; offset < PER; offset *= 2)
+            for (int offset = 1; offset < S::SHARERS; offset *= 2)
                 high = fmaxf(high, __shfl_xor_sync(FULL_MASK, high, offset));
             const float old = reference;
             reference = fmaxf(reference, ceilf(high));
             const float alpha = exp2_whole(old - reference);
             if (sub == 0) alphas[query] = alpha;
-            uint16_t coarse[M], fine[M];
+            float lifted[OWN];
 #pragma unroll
-            for (int j = 0; j < M; j++) {
+            for (int j = 0; j < OWN; j++) {
                 score[j] = exp2_fast(score[j] - reference);
-                const float lifted = score[j] * power_of_two(exponent[j] + LIFTED);
-                coarse[j] = f32_to_f16(coarse_part(lifted));
-                fine[j] = f32_to_f16(lifted - coarse_part(lifted));
+                lifted[j] = score[j] * up[j];
             }
             // Fragments of A: pair p of keys is lane t = p % 4, and register p / 4 * 2 + row / 8.
             const int row = query % 16, pair = key / 2;
             uint32_t* const to =
                 weights + (query / 16 * 2 * WARP_LANES + row % 8 * 4 + pair % 4) * 4 + pair / 4 * 2 + row / 8;
-            if constexpr (M == 1) {
-                reinterpret_cast<uint16_t*>(to)[key % 2] = coarse[0];
-                reinterpret_cast<uint16_t*>(to + WARP_LANES * 4)[key % 2] = fine[0];
+            if constexpr (OWN == 1) {
+                uint32_t coarse, fine;
+                split_pair(lifted[0], 0.0f, coarse, fine);
+                reinterpret_cast<uint16_t*>(to)[key % 2] = uint16_t(coarse);
+                reinterpret_cast<uint16_t*>(to + WARP_LANES * 4)[key % 2] = uint16_t(fine);
             } else {
 #pragma unroll
-                for (int j = 0; j < M; j += 2) {  // M = 4: its two pairs are neighbours, never 4 apart
-                    to[j / 2 * 4] = coarse[j] | uint32_t(coarse[j + 1]) << 16;
-                    to[j / 2 * 4 + WARP_LANES * 4] = fine[j] | uint32_t(fine[j + 1]) << 16;
-                }
+                for (int j = 0; j < OWN; j += 2)  // two pairs of four keys are neighbours
+                    split_pair(lifted[j], lifted[j + 1], to[j / 2 * 4], to[j / 2 * 4 + WARP_LANES * 4]);
             }
             float sum = score[0];  // in a tree over the 16 keys
-            if constexpr (M == 2) sum = sum + score[1];
-            if constexpr (M == 4) sum = (sum + score[1]) + (score[M / 2] + score[M - 1]);
+            if constexpr (OWN == 2) sum = sum + score[1];
+            if constexpr (OWN == 4) sum = (sum + score[1]) + (score[OWN / 2] + score[OWN - 1]);
 #pragma unroll
-            for (int offset = 1; offset < PER; offset *= 2)
+            for (int offset = 1; offset < S::SHARERS; offset *= 2)
                 sum = sum + __shfl_xor_sync(FULL_MASK, sum, offset);
             total = fmaf(total, alpha, sum);
             if (last) {
@@ -340,38 +408,39 @@ __global__ void __launch_bounds__(MMA_THREADS, 1)
                 reference = NO_REFERENCE, total = 0.0f;
             }
         }
-        cp_async_wait<STAGES - 2>();
         __syncthreads();
-        const int next = stage + 1 == STAGES ? 0 : stage + 1;
-        if (warp < MMA_WARPS / 2 && at + STEP < place.stop) split(next);
+        // With eight warps half of them split before they multiply, the others behind it.
+        if constexpr (WARPS == 8 && !BULK) cp_async_wait<STAGES - 2>();
+        if (WARPS == 8 && warp < 4 && more) split(next, next_parity);
         {  // this warp's channels
-            float old[M][2];
+            float old[S::SETS][2];
             bool moved = false;
 #pragma unroll
-            for (int m = 0; m < M; m++)
+            for (int m = 0; m < S::SETS; m++)
 #pragma unroll
                 for (int j = 0; j < 2; j++) {
-                    old[m][j] = alphas[16 * m + g + 8 * j];
+                    old[m][j] = alphas[16 * (set_first + m) + g + 8 * j];
                     moved = moved || old[m][j] != 1.0f;
                 }
             if (__any_sync(FULL_MASK, moved)) {
 #pragma unroll
-                for (int m = 0; m < M; m++)
+                for (int m = 0; m < S::SETS; m++)
 #pragma unroll
                     for (int n = 0; n < S::CHANNELS; n++)
 #pragma unroll
                         for (int j = 0; j < 4; j++) acc[m][n][j] *= old[m][j / 2];
             }
-            Halves p[M];
+            Halves p[S::SETS];
 #pragma unroll
-            for (int m = 0; m < M; m++)
-                p[m] = load_halves(reinterpret_cast<const uint4*>(weights) + m * 2 * WARP_LANES + lane);
+            for (int m = 0; m < S::SETS; m++)
+                p[m] = load_halves(reinterpret_cast<const uint4*>(weights) +
+                                   (set_first + m) * 2 * WARP_LANES + lane);
 #pragma unroll
             for (int n0 = 0; n0 < S::CHANNELS; n0 += S::GROUP) {
                 uint32_t b[S::GROUP][4];
 #pragma unroll
                 for (int n = 0; n < S::GROUP; n++) {
-                    const int unit = warp * S::CHANNELS + n0 + n, flip = coarse_first(unit);
+                    const int unit = unit_first + n0 + n, flip = coarse_first(unit);
                     const int upper = 16 - 2 * flip;
                     load_across_x4(b[n], tile + unit * 32 + flip,
                                    across_offset(lane, S::PITCH, 8 * S::PITCH, upper), S::PITCH,
@@ -382,23 +451,23 @@ __global__ void __launch_bounds__(MMA_THREADS, 1)
 #pragma unroll
                     for (int n = 0; n < S::GROUP; n++)
 #pragma unroll
-                        for (int m = 0; m < M; m++) {
+                        for (int m = 0; m < S::SETS; m++) {
                             float* const to = acc[m][n0 + n];
                             mma_m16n8k16_f16(to, product == 2 ? p[m].fine : p[m].coarse,
                                              product == 1 ? b[n] + 2 : b[n], to);
                         }
             }
         }
-        if (warp >= MMA_WARPS / 2 && at + STEP < place.stop) split(next);
+        if (WARPS == 8 && warp >= 4 && more) split(next, next_parity);
         if (last) {
             const int32_t slot = list != nullptr ? at / LIST_PART : part_of(at);
 #pragma unroll
-            for (int m = 0; m < M; m++)
+            for (int m = 0; m < S::SETS; m++)
 #pragma unroll
                 for (int j = 0; j < 2; j++) {
-                    const int row = 16 * m + g + 8 * j;
+                    const int row = 16 * (set_first + m) + g + 8 * j;
                     const size_t column = size_t(place.column) + row;
-                    float* const to = workspace + (column * n_slots + slot) * RANK + warp * S::CHANNELS * 8 + 2 * t;
+                    float* const to = workspace + (column * n_slots + slot) * RANK + unit_first * 8 + 2 * t;
 #pragma unroll
                     for (int n = 0; n < S::CHANNELS; n++) {
                         if (row < place.n_queries && slot < n_slots)
@@ -419,12 +488,12 @@ __global__ void __launch_bounds__(MMA_THREADS, 1)
 // Joins the chunks of each query. Grid (n_heads, n_rows, RANK / 128), 256 threads; parameters as
 // above, out and lse as of latent_combine in latent/attend.cu, n_list 0 without a list.
 template <int RANK>
-__global__ void __launch_bounds__(MMA_THREADS)
+__global__ void __launch_bounds__(COMBINE_THREADS)
     latent_mma_combine(const float* __restrict__ workspace, float* __restrict__ out,
                        float* NULLABLE lse, int32_t capacity, int32_t n_list, int32_t counted,
                        const int32_t* __restrict__ len_d, int32_t n_slots) {
-    __shared__ float4 parts[MMA_WARPS][WARP_LANES];
-    __shared__ float pivots[MMA_WARPS], weights[MMA_WARPS];
+    __shared__ float4 parts[COMBINE_WARPS][WARP_LANES];
+    __shared__ float pivots[COMBINE_WARPS], weights[COMBINE_WARPS];
     admit_successor();
     await_predecessor();
     const int warp = threadIdx.x / WARP_LANES, lane = threadIdx.x % WARP_LANES;
@@ -444,12 +513,12 @@ __global__ void __launch_bounds__(MMA_THREADS)
     float pivot = NO_REFERENCE, weight = 0.0f;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     constexpr int BATCH = 8;  // chunks that are asked for at once
-    for (int32_t c = warp; c < behind; c += BATCH * MMA_WARPS) {
+    for (int32_t c = warp; c < behind; c += BATCH * COMBINE_WARPS) {
         float2 mark[BATCH];
         float4 value[BATCH];
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
-            const int32_t slot = c + i * MMA_WARPS;
+            const int32_t slot = c + i * COMBINE_WARPS;
             mark[i] = make_float2(NO_REFERENCE, 0.0f), value[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             if (slot < behind) {
                 mark[i] = *reinterpret_cast<const float2*>(own_marks + size_t(slot) * 2);
@@ -474,9 +543,9 @@ __global__ void __launch_bounds__(MMA_THREADS)
         float high = NO_REFERENCE, all = 0.0f;
         sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-        for (int w = 0; w < MMA_WARPS; w++) high = fmaxf(high, pivots[w]);
+        for (int w = 0; w < COMBINE_WARPS; w++) high = fmaxf(high, pivots[w]);
 #pragma unroll
-        for (int w = 0; w < MMA_WARPS; w++) {
+        for (int w = 0; w < COMBINE_WARPS; w++) {
             const float times = exp2_whole(pivots[w] - high);
             const float4 part = parts[w][lane];
             sum.x = fmaf(part.x, times, sum.x), sum.y = fmaf(part.y, times, sum.y);

@@ -4,6 +4,7 @@
 // function of a library takes part: both devices, and every shape of launch, give the same bits.
 #include "common/device.cuh"
 #include "common/lanes.cuh"
+#include "common/pipeline.cuh"
 
 constexpr int INDEX_THREADS = 128;
 
@@ -59,11 +60,21 @@ KERNEL void __launch_bounds__(INDEX_THREADS, 1)
 }
 
 constexpr int SCORE_THREADS = 128;
-constexpr int SCORE_SLICE = 32;               // channels that are staged at once
-constexpr int SCORE_PITCH = SCORE_SLICE + 4;  // rows start 4 banks apart
 
-// Grid (any number of blocks, which share the pools; n_rows), 128 threads. A thread owns POOLS pools
-// and walks HEADS heads at a time.
+template <int HEADS, int POOLS, int GROUPS, int SLICE>
+struct ScoreShape {
+    static constexpr int LANES = SCORE_THREADS / GROUPS;  // threads side by side over the pools
+    static constexpr int POOLS_AT_ONCE = LANES * POOLS, HEADS_AT_ONCE = HEADS * GROUPS;
+    static constexpr int PITCH = SLICE + 4;  // rows start 4 banks apart
+    static constexpr int Q_AT = POOLS_AT_ONCE * PITCH;
+    static constexpr int STAGE = Q_AT + HEADS_AT_ONCE * SLICE;  // floats: a slice of keys, of queries
+    static constexpr int TERMS_AT = 2 * STAGE;  // of the heads and pools of all groups but the first
+    static constexpr int FLOATS = TERMS_AT + HEADS * (GROUPS - 1) * POOLS_AT_ONCE;
+};
+
+// Grid (any number of blocks, which share the pools; n_rows), 128 threads, ScoreShape::FLOATS * 4
+// bytes of dynamic shared memory. A thread does POOLS pools and HEADS heads at a time, in slices of
+// channels; GROUPS threads share a pool.
 //   q       f32 [n_rows, n_heads, d]        weights  f32 [n_rows, n_heads]
 //   keys    f32 [at least the visible pools, d], 16-byte aligned where d is a multiple of 4
 //   scores  f32 [n_rows, stride]; pools that the last row sees are written, -inf where the own row
@@ -72,85 +83,106 @@ constexpr int SCORE_PITCH = SCORE_SLICE + 4;  // rows start 4 banks apart
 // Rounding: a dot product is a chain of fmaf over ascending channels from +0; times dot_scale; at
 // least 0 (a NaN stays); times weight * head_scale, itself rounded; added over ascending heads from
 // +0. No zeros are padded in.
-template <int HEADS, int POOLS>
+template <int HEADS, int POOLS, int GROUPS, int SLICE>
 __global__ void __launch_bounds__(SCORE_THREADS, 1)
     index_scores(const float* __restrict__ q, const float* __restrict__ weights,
                  const float* __restrict__ keys, float* __restrict__ scores, int32_t n_rows,
                  int32_t n_heads, int32_t d, int32_t pool, int32_t n_pools, int32_t stride,
                  int32_t counted, float dot_scale, float head_scale,
                  const int32_t* __restrict__ len_d) {
-    constexpr int BLOCK = SCORE_THREADS * POOLS;
-    __shared__ float4 key_slice[BLOCK * SCORE_PITCH / 4];
-    __shared__ float4 q_slice[HEADS * SCORE_SLICE / 4];
-    __shared__ float head_weights[HEADS];
-    float* const key_at = reinterpret_cast<float*>(key_slice);
-    float* const q_at = reinterpret_cast<float*>(q_slice);
-    const int thread = threadIdx.x;
+    typedef ScoreShape<HEADS, POOLS, GROUPS, SLICE> S;
+    DYN_SMEM(float, shared);
+    float* const terms = shared + S::TERMS_AT;  // [head][pool]
+    const int thread = threadIdx.x, lane = thread % S::LANES, group = thread / S::LANES;
     const int row = blockIdx.y;
     const int64_t before = int64_t(len_d[0]) - counted;
     const int64_t own_seen = (before + row + 1) / pool;
     const int64_t all_seen = (before + n_rows) / pool;
     const int32_t visible = own_seen < n_pools ? int32_t(own_seen) : n_pools;
     const int32_t last = all_seen < n_pools ? int32_t(all_seen) : n_pools;
-    const float* own_q = q + size_t(row) * n_heads * d;
+    const float* const own_q = q + size_t(row) * n_heads * d;
+    const float* const own_weights = weights + size_t(row) * n_heads;
 
-    for (int32_t first = int32_t(blockIdx.x) * BLOCK; first < last; first += gridDim.x * BLOCK) {
+    // `n` rows of `width` channels into rows of a slice; those up to `n_all` may become zeros.
+    const auto bring = [&](float* to, int pitch, const float* from, int n, int n_all, int width) {
+        if (d % 4 == 0) {  // a thread brings the same quad of every so many rows
+            constexpr int QUADS = SLICE / 4, ROWS = SCORE_THREADS / QUADS;
+            const int first = thread / QUADS, quad = thread % QUADS * 4;
+            to += first * pitch + quad;
+            from += size_t(first) * d + quad;
+            if (quad < width)
+#pragma unroll 4
+                for (int i = first; i < n_all; i += ROWS, to += ROWS * pitch, from += ROWS * d)
+                    if (i < n)
+                        cp_async<16>(to, from);
+                    else
+                        *reinterpret_cast<float4*>(to) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        } else {
+            for (int i = thread; i < n_all * width; i += SCORE_THREADS) {
+                float* const at = to + i / width * pitch + i % width;
+                if (i / width < n)
+                    cp_async<4>(at, from + size_t(i / width) * d + i % width);
+                else
+                    *at = 0.0f;
+            }
+        }
+    };
+    // A slice of channels of some pools and heads into a stage.
+    const auto ask = [&](int32_t first, int h0, int c0, int stage) {
+        if (first < last) {
+            float* const key_at = shared + stage * S::STAGE;
+            const int width = d - c0 < SLICE ? d - c0 : SLICE;
+            const int heads = n_heads - h0 < S::HEADS_AT_ONCE ? n_heads - h0 : S::HEADS_AT_ONCE;
+            const int there = last - first < S::POOLS_AT_ONCE ? last - first : S::POOLS_AT_ONCE;
+            bring(key_at, S::PITCH, keys + size_t(first) * d + c0, there, there, width);
+            bring(key_at + S::Q_AT, SLICE, own_q + size_t(h0) * d + c0, heads, S::HEADS_AT_ONCE, width);
+        }
+        cp_async_commit();
+    };
+
+    int stage = 0;
+    const int32_t step = int32_t(gridDim.x) * S::POOLS_AT_ONCE;
+    int32_t first = int32_t(blockIdx.x) * S::POOLS_AT_ONCE;
+    ask(first, 0, 0, 0);
+    for (; first < last; first += step) {
         float total[POOLS];
 #pragma unroll
         for (int j = 0; j < POOLS; j++) total[j] = 0.0f;
-        for (int h0 = 0; h0 < n_heads; h0 += HEADS) {
-            const int heads = n_heads - h0 < HEADS ? n_heads - h0 : HEADS;
+        for (int h0 = 0; h0 < n_heads; h0 += S::HEADS_AT_ONCE) {
             float dot[HEADS][POOLS];
 #pragma unroll
             for (int h = 0; h < HEADS; h++)
 #pragma unroll
                 for (int j = 0; j < POOLS; j++) dot[h][j] = 0.0f;
-            for (int c0 = 0; c0 < d; c0 += SCORE_SLICE) {
-                const int width = d - c0 < SCORE_SLICE ? d - c0 : SCORE_SLICE;
-                __syncthreads();  // the slices are free
-                if (d % 4 == 0) {
-                    const int quads = width / 4;
-#pragma unroll 8
-                    for (int i = thread; i < BLOCK * (SCORE_SLICE / 4); i += SCORE_THREADS) {
-                        const int key = i / (SCORE_SLICE / 4), quad = i % (SCORE_SLICE / 4);
-                        if (quad < quads && first + key < last)
-                            *reinterpret_cast<float4*>(key_at + key * SCORE_PITCH + 4 * quad) =
-                                *reinterpret_cast<const float4*>(keys + size_t(first + key) * d + c0 +
-                                                                 4 * quad);
-                    }
-                } else {
-                    for (int i = thread; i < BLOCK * width; i += SCORE_THREADS) {
-                        const int key = i / width, c = i % width;
-                        if (first + key < last)
-                            key_at[key * SCORE_PITCH + c] = keys[size_t(first + key) * d + c0 + c];
-                    }
-                }
-                for (int i = thread; i < HEADS * SCORE_SLICE; i += SCORE_THREADS) {
-                    const int h = i / SCORE_SLICE, c = i % SCORE_SLICE;
-                    q_at[i] = h < heads && c < width ? own_q[size_t(h0 + h) * d + c0 + c] : 0.0f;
-                }
-                if (thread < HEADS)
-                    head_weights[thread] =
-                        thread < heads
-                            ? __fmul_rn(weights[size_t(row) * n_heads + h0 + thread], head_scale)
-                            : 0.0f;
+            for (int c0 = 0; c0 < d; c0 += SLICE, stage ^= 1) {
+                const int width = d - c0 < SLICE ? d - c0 : SLICE;
+                cp_async_wait_all();
                 __syncthreads();
-                if (first + thread < last) {
-                    int c = 0;
-#pragma unroll 1
-                    for (; c + 4 <= width; c += 4) {
+                // What comes next: the next slice, the next heads, or the next pools.
+                const bool more = c0 + SLICE < d, others = h0 + S::HEADS_AT_ONCE < n_heads;
+                ask(more || others ? first : first + step,
+                    more ? h0 : others ? h0 + S::HEADS_AT_ONCE : 0, more ? c0 + SLICE : 0,
+                    stage ^ 1);
+                // Pools and heads beyond what there is give sums that nobody uses.
+                const float* key_at[POOLS];
+#pragma unroll
+                for (int j = 0; j < POOLS; j++) {
+                    const int key = lane + j * S::LANES;
+                    key_at[j] = shared + stage * S::STAGE + (first + key < last ? key : 0) * S::PITCH;
+                }
+                const float* const q_at =
+                    shared + stage * S::STAGE + S::Q_AT + group * HEADS * SLICE;
+                if (width == SLICE) {
+#pragma unroll 2
+                    for (int c = 0; c < SLICE; c += 4) {
                         float4 key[POOLS];
 #pragma unroll
-                        for (int j = 0; j < POOLS; j++) {
-                            const int at = first + thread + j * SCORE_THREADS < last
-                                               ? thread + j * SCORE_THREADS
-                                               : thread;
-                            key[j] = *reinterpret_cast<const float4*>(key_at + at * SCORE_PITCH + c);
-                        }
+                        for (int j = 0; j < POOLS; j++)
+                            key[j] = *reinterpret_cast<const float4*>(key_at[j] + c);
 #pragma unroll
                         for (int h = 0; h < HEADS; h++) {
                             const float4 a =
-                                *reinterpret_cast<const float4*>(q_at + h * SCORE_SLICE + c);
+                                *reinterpret_cast<const float4*>(q_at + h * SLICE + c);
 #pragma unroll
                             for (int j = 0; j < POOLS; j++) {
                                 dot[h][j] = fmaf(a.x, key[j].x, dot[h][j]);
@@ -160,38 +192,56 @@ __global__ void __launch_bounds__(SCORE_THREADS, 1)
                             }
                         }
                     }
+                } else {
 #pragma unroll 1
-                    for (; c < width; c++) {
+                    for (int c = 0; c < width; c++)
 #pragma unroll
                         for (int j = 0; j < POOLS; j++) {
-                            const int at = first + thread + j * SCORE_THREADS < last
-                                               ? thread + j * SCORE_THREADS
-                                               : thread;
-                            const float key = key_at[at * SCORE_PITCH + c];
+                            const float key = key_at[j][c];
 #pragma unroll
                             for (int h = 0; h < HEADS; h++)
-                                dot[h][j] = fmaf(q_at[h * SCORE_SLICE + c], key, dot[h][j]);
+                                dot[h][j] = fmaf(q_at[h * SLICE + c], key, dot[h][j]);
                         }
-                    }
                 }
             }
 #pragma unroll
             for (int h = 0; h < HEADS; h++) {
-                if (h < heads) {
+                const int head = h0 + group * HEADS + h;
+                if (head < n_heads) {
+                    const float weight = __fmul_rn(own_weights[head], head_scale);
 #pragma unroll
                     for (int j = 0; j < POOLS; j++) {
                         const float scaled = __fmul_rn(dot[h][j], dot_scale);
-                        const float positive =
-                            scaled > 0.0f || scaled != scaled ? scaled : 0.0f;
-                        total[j] = __fadd_rn(total[j], __fmul_rn(positive, head_weights[h]));
+                        const float positive = scaled > 0.0f || scaled != scaled ? scaled : 0.0f;
+                        const float term = __fmul_rn(positive, weight);
+                        if (group == 0)
+                            total[j] = __fadd_rn(total[j], term);
+                        else
+                            terms[((group - 1) * HEADS + h) * S::POOLS_AT_ONCE + lane + j * S::LANES] =
+                                term;
                     }
                 }
             }
-        }
+            if constexpr (GROUPS > 1) {
+                // The first group adds the others' terms; the barrier of the next slice is behind it.
+                __syncthreads();
+                const int others = n_heads - h0 - HEADS;
+                if (group == 0) {
+#pragma unroll 8
+                    for (int h = 0; h < HEADS * (GROUPS - 1); h++)
+                        if (h < others)
 #pragma unroll
-        for (int j = 0; j < POOLS; j++) {
-            const int32_t p = first + thread + j * SCORE_THREADS;
-            if (p < last) scores[size_t(row) * stride + p] = p < visible ? total[j] : -INF_F32;
+                            for (int j = 0; j < POOLS; j++)
+                                total[j] = __fadd_rn(
+                                    total[j], terms[h * S::POOLS_AT_ONCE + lane + j * S::LANES]);
+                }
+            }
         }
+        if (group == 0)
+#pragma unroll
+            for (int j = 0; j < POOLS; j++) {
+                const int32_t p = first + lane + j * S::LANES;
+                if (p < last) scores[size_t(row) * stride + p] = p < visible ? total[j] : -INF_F32;
+            }
     }
 }

@@ -29,6 +29,24 @@ __device__ __forceinline__ uint32_t select_key(float score) {
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
+// The keys of N neighbouring pools from `first` on, 0 behind the last pool.
+template <int N>
+__device__ __forceinline__ void load_keys(uint32_t* keys, const float* scores, int32_t first,
+                                          int32_t n_pools) {
+    if (first + N <= n_pools && uintptr_t(scores) % 16 == 0) {
+#pragma unroll
+        for (int i = 0; i < N; i += 4) {
+            const float4 four = *reinterpret_cast<const float4*>(scores + first + i);
+            keys[i] = select_key(four.x), keys[i + 1] = select_key(four.y);
+            keys[i + 2] = select_key(four.z), keys[i + 3] = select_key(four.w);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            keys[i] = first + i < n_pools ? select_key(scores[first + i]) : 0;
+    }
+}
+
 // The pools a row may choose from, and how many it wants.
 struct Choice {
     int32_t n_pools;
@@ -145,13 +163,10 @@ KERNEL void __launch_bounds__(SELECT_THREADS)
     const int row = blockIdx.y;
     const Choice choice = choice_of(row, n_pools, pool, 0, counted, len_d);
     const int32_t first = int32_t(blockIdx.x) * SELECT_SEGMENT + threadIdx.x * SELECT_OWN;
-    uint32_t most = 0;
+    uint32_t keys[SELECT_OWN], most = 0;
+    load_keys<SELECT_OWN>(keys, scores + size_t(row) * stride, first, choice.n_pools);
 #pragma unroll
-    for (int i = 0; i < SELECT_OWN; i++) {
-        const uint32_t key =
-            first + i < choice.n_pools ? select_key(scores[size_t(row) * stride + first + i]) : 0;
-        most = key > most ? key : most;
-    }
+    for (int i = 0; i < SELECT_OWN; i++) most = keys[i] > most ? keys[i] : most;
     const int32_t group = group_of(choice.n_pools);
 #pragma unroll
     for (int offset = 1; offset < WARP_LANES; offset *= 2) {
@@ -176,9 +191,7 @@ KERNEL void __launch_bounds__(SELECT_THREADS)
     const int32_t first = int32_t(blockIdx.x) * SELECT_SEGMENT + threadIdx.x * SELECT_OWN;
     const int32_t group = group_of(choice.n_pools), n_groups = (choice.n_pools + group - 1) / group;
     uint32_t keys[SELECT_OWN];
-#pragma unroll
-    for (int i = 0; i < SELECT_OWN; i++)
-        keys[i] = first + i < choice.n_pools ? select_key(scores[size_t(row) * stride + first + i]) : 0;
+    load_keys<SELECT_OWN>(keys, scores + size_t(row) * stride, first, choice.n_pools);
     const uint32_t* const own = maxima + size_t(row) * ((n_pools + LEAST_GROUP - 1) / LEAST_GROUP);
     const uint32_t least = search.bound(choice.wanted, n_groups, [&](int32_t i) { return own[i]; });
     int32_t count = 0;
@@ -194,11 +207,12 @@ KERNEL void __launch_bounds__(SELECT_THREADS)
 }
 
 // Chooses, and writes the list of rows. Grid (n_rows), 1024 threads.
-//   counts, lists  null: all pools are looked at
+//   counts, lists  null: all pools are looked at, at most 1024 * OWN
 //   out      i32 [n_rows, width]: the rows of the chosen pools in ascending order, the rows of the
 //            pool that is not complete, then -1
 //   width_d  i32[1] or null: entries that can differ from -1 for the last row of the launch
-KERNEL void __launch_bounds__(CHOOSE_THREADS)
+template <int OWN>
+__global__ void __launch_bounds__(CHOOSE_THREADS)
     select_choose(const float* __restrict__ scores, const uint32_t* NULLABLE counts,
                   const uint32_t* NULLABLE lists, int32_t n_segments, int32_t* __restrict__ out,
                   int32_t* NULLABLE width_d, int32_t pool, int32_t n_pools, int32_t stride,
@@ -212,9 +226,6 @@ KERNEL void __launch_bounds__(CHOOSE_THREADS)
     const int thread = threadIdx.x, row = blockIdx.x;
     const Choice choice = choice_of(row, n_pools, pool, top_k, counted, len_d);
     const float* const own = scores + size_t(row) * stride;
-    const int32_t share = (choice.n_pools + CHOOSE_THREADS - 1) / CHOOSE_THREADS;
-    const int32_t begin = thread * share;
-    const int32_t end = begin + share < choice.n_pools ? begin + share : choice.n_pools;
 
     // What may be chosen, ascending, if it is not too much.
     int32_t n = 0;
@@ -241,22 +252,23 @@ KERNEL void __launch_bounds__(CHOOSE_THREADS)
         for (int32_t i = thread; i < n && n <= CHOOSE_LISTED; i += CHOOSE_THREADS)
             keys[i] = select_key(own[pools[i]]);
     } else {
-        uint32_t most = 0;
-        for (int32_t p = begin; p < end; p++) {
-            const uint32_t key = select_key(own[p]);
-            most = key > most ? key : most;
-        }
+        uint32_t near[OWN], most = 0;
+        load_keys<OWN>(near, own, thread * OWN, choice.n_pools);
+#pragma unroll
+        for (int i = 0; i < OWN; i++) most = near[i] > most ? near[i] : most;
         keys[thread] = most;
         const uint32_t least =
             search.bound(choice.wanted, CHOOSE_THREADS, [&](int32_t i) { return keys[i]; });
         int32_t count = 0;
-        for (int32_t p = begin; p < end; p++) count += select_key(own[p]) >= least ? 1 : 0;
+#pragma unroll
+        for (int i = 0; i < OWN; i++) count += near[i] >= least ? 1 : 0;
         const int2 sums = sum_below(count, search.scratch);
         n = sums.y;
         int32_t at = sums.x;
-        for (int32_t p = begin; p < end && n <= CHOOSE_LISTED; p++) {
-            const uint32_t key = select_key(own[p]);
-            if (key >= least) keys[at] = key, pools[at] = p, at++;
+        if (n <= CHOOSE_LISTED) {
+#pragma unroll
+            for (int i = 0; i < OWN; i++)
+                if (near[i] >= least) keys[at] = near[i], pools[at] = thread * OWN + i, at++;
         }
     }
 
@@ -283,9 +295,13 @@ KERNEL void __launch_bounds__(CHOOSE_THREADS)
         greater += key > last ? 1 : 0;
         equal += key == last ? 1 : 0;
     }
-    int32_t above = sum_below(greater, search.scratch).x;
-    __syncthreads();
-    int32_t ties = sum_below(equal, search.scratch).x;
+    // A list is short enough for both sums in one word.
+    const int32_t below = sum_below(listed ? greater | equal << 16 : greater, search.scratch).x;
+    int32_t above = listed ? below & 0xFFFF : below, ties = below >> 16;
+    if (!listed) {
+        __syncthreads();
+        ties = sum_below(equal, search.scratch).x;
+    }
     int32_t* const list = out + size_t(row) * width;
     for (int32_t i = thread * each; i < to; i++) {
         const uint32_t key = key_at(i);

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import FormatUnsupported
-from ..formats import F32, Format
+from ..formats import F32, Q8_0, Format
 from ..runtime.launch import LaunchConfig, launch
 from . import registry
 from .registry import KernelSpec, Tolerance
@@ -34,7 +34,6 @@ __all__ = [
 LIST_PART = 64
 """Entries of a list that leave one partial result."""
 
-_THREADS = 256
 _STEP = 16
 _SLICES = 4
 _PLACE_BYTES = 32
@@ -49,18 +48,15 @@ registry.register(
     KernelSpec(
         name="latent_mma",
         source="latent/attend_mma.cu",
-        entry="latent_mma<{format}, {rank}, {rope}, {sets}, {held}, {stages}>",
+        entry="latent_mma<{format}, {rank}, {rope}, {sets}, {held}, {stages}, {warps}>",
         instances=tuple(
             {
                 "format": f, "rank": 512, "rope": rope, "sets": sets, "held": held,
-                "stages": stages,
+                "stages": stages, "warps": warps,
             }
             for f in ("F32", "BF16", "Q8_0")
-            for rope, sets, held, stages in (
-                (0, 1, 0, 5), (0, 2, 0, 3), (0, 4, 0, 2),
-                (64, 1, 0, 5), (64, 2, 0, 3), (64, 4, 1, 2),
-            )
-            if f == "F32" or sets < 4
+            for rope in (0, 64)
+            for sets, held, stages, warps in ((1, 0, 5, 16), (2, 0, 3, 8 if f == "Q8_0" else 16))
         ),
         oracle="memra_lowlevel.reference.latent:attend",
         tolerance=_TOLERANCE,
@@ -128,7 +124,7 @@ def attend(
     limits = device.limits
     plan = _plan(
         n, heads, rank, width - rank, rows, n_list, limits.n_sms, limits.shared_optin_bytes,
-        format is F32, device.kind == "cuda" and _capability(device.arch) >= 90,
+        format, device.kind == "cuda" and _capability(device.arch) >= 90,
     )  # fmt: skip
     partial, combine = _kernels(device, format, rank, width - rank, plan.shape)
     launch(
@@ -207,11 +203,14 @@ class Shape:
         Steps of 16 channels of each slice whose queries stay in registers.
     stages : int
         Tiles of 16 keys in flight or in use.
+    warps : int
+        8 or 16.
     """
 
     sets: int
     held: int
     stages: int
+    warps: int
 
 
 def shared_bytes(rank: int, rope: int, shape: Shape) -> int:
@@ -221,8 +220,8 @@ def shared_bytes(rank: int, rope: int, shape: Shape) -> int:
     tiles = shape.stages * _STEP * (4 * width + 16)
     fragments = _SLICES * (steps - shape.held) * shape.sets * 1024
     return (
-        tiles + fragments + _SLICES * queries * _STEP * 4 + shape.sets * 1024 + 16 * queries
-        + shape.stages * _STEP * 4 + _PLACE_BYTES
+        tiles + fragments + _SLICES * queries * _STEP * 4 + shape.sets * 1024
+        + shape.stages * _STEP * 16 + 12 * queries + _PLACE_BYTES + 64 * shape.stages
     )  # fmt: skip
 
 
@@ -234,30 +233,36 @@ class _Plan:
     combine: LaunchConfig
 
 
-def _fitting(rank: int, rope: int, wanted: int, shared: int) -> list[Shape]:
+def _fitting(rank: int, rope: int, wanted: int, shared: int, format: Format = F32) -> list[Shape]:
     """Shapes of at most ``wanted`` sets that fit, the best first.
 
     Queries in registers only where shared memory is short: it is the registers that are scarce.
     """
     steps = (rank + rope) // 16 // _SLICES
     shapes = [
-        Shape(sets, held, stages)
-        for sets, held_most, stages_most in ((4, 2, 2), (2, 4, 3), (1, steps, 5))
+        Shape(sets, held, stages, warps)
+        for sets, held_most, stages_most, warps in (
+            (4, 1, 2, 8),
+            (2, 0, 3, 8 if format is Q8_0 else 16),
+            (1, 0, 5, 16),
+        )
         if sets <= wanted
-        for stages in range(stages_most, 1, -1)
-        for held in range(min(held_most, steps) + 1)
+        for stages in range(stages_most, 1 if warps == 8 else 2, -1)
+        for held in range(held_most + 1)
     ]
+    shapes += [Shape(2, 0, 2, 8)] if wanted > 1 else []
+    shapes += [Shape(1, held, 2, 8) for held in range(steps + 1)]
     return [s for s in shapes if shared_bytes(rank, rope, s) <= shared]
 
 
 @functools.lru_cache(maxsize=512)
 def _plan(
     n: int, heads: int, rank: int, rope: int, rows: int, n_list: int, n_sms: int, shared: int,
-    plain: bool, early: bool,
+    format: Format, early: bool,
 ) -> _Plan:  # fmt: skip
     queries = heads if n_list else n * heads
-    wanted = 1 if n_list or queries <= 16 else 2 if queries <= 32 or not plain else 4
-    fitting = _fitting(rank, rope, wanted, shared)
+    wanted = 1 if n_list or queries <= 16 else 2 if queries <= 32 or format is not F32 else 4
+    fitting = _fitting(rank, rope, wanted, shared, format)
     if not fitting:
         raise FormatUnsupported(
             f"latent attend: rows of {rank} + {rope} do not fit in {shared} bytes of shared memory",
@@ -270,8 +275,8 @@ def _plan(
     return _Plan(
         shape,
         slots,
-        LaunchConfig((blocks, shares, 1), _THREADS, shared_bytes(rank, rope, shape)),
-        LaunchConfig((heads, max(1, n), rank // 128), _THREADS, programmatic=early),
+        LaunchConfig((blocks, shares, 1), 32 * shape.warps, shared_bytes(rank, rope, shape)),
+        LaunchConfig((heads, max(1, n), rank // 128), 256, programmatic=early),
     )
 
 
@@ -283,7 +288,7 @@ def _kernels(
     if found is None:
         instance = {
             "format": format.constant, "rank": rank, "rope": rope, "sets": shape.sets,
-            "held": shape.held, "stages": shape.stages,
+            "held": shape.held, "stages": shape.stages, "warps": shape.warps,
         }  # fmt: skip
         partial, combine = registry.kernels(
             device, [("latent_mma", instance), ("latent_mma_combine", {"rank": rank})]

@@ -6,6 +6,7 @@ score the keys, and the best pools become lists of rows. All of it is the same b
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,6 +43,13 @@ _LEAST_GROUP = 32
 _AT_ONCE = 16384
 """Most pools that one thread block chooses from without help."""
 
+_SCORE_SHAPES = (
+    {"heads": 8, "pools": 2, "groups": 4, "slice": 32},
+    {"heads": 8, "pools": 4, "groups": 4, "slice": 32},
+)
+"""Heads and pools of a thread, threads that share a pool, channels that are staged at once: for few
+pools, and for many."""
+
 _BITS = Tolerance("bitwise", 0.0, "every rounding is fixed, because scores decide ties")
 _INTEGERS = Tolerance("bitwise", 0.0, "integer comparisons")
 _SELECT_EDGES = (
@@ -65,8 +73,8 @@ registry.register(
     KernelSpec(
         name="index_scores",
         source="latent/index.cu",
-        entry="index_scores<{heads}, {pools}>",
-        instances=tuple({"heads": h, "pools": p} for h, p in ((8, 1), (32, 1), (32, 2))),
+        entry="index_scores<{heads}, {pools}, {groups}, {slice}>",
+        instances=_SCORE_SHAPES,
         oracle="memra_lowlevel.reference.latent:scores",
         tolerance=_BITS,
         edges=("no pool", "pools no multiple of a block", "odd widths", "many heads", "masked"),
@@ -77,7 +85,8 @@ registry.register(
         KernelSpec(
             name=name,
             source="latent/select.cu",
-            entry=name,
+            entry=entry,
+            instances=instances,
             oracle="memra_lowlevel.reference.latent:select",
             tolerance=_INTEGERS,
             edges=_SELECT_EDGES,
@@ -85,7 +94,11 @@ registry.register(
             same_bits=True,
             pdl="waits",
         )
-        for name in ("select_maxima", "select_filter", "select_choose")
+        for name, entry, instances in (
+            ("select_maxima", "select_maxima", ({},)),
+            ("select_filter", "select_filter", ({},)),
+            ("select_choose", "select_choose<{own}>", ({"own": 8}, {"own": 16})),
+        )
     ),
 )
 
@@ -96,8 +109,9 @@ def prepare(device: Device) -> None:
         device,
         [
             ("index_append", {}),
-            *(("index_scores", {"heads": h, "pools": p}) for h, p in ((8, 1), (32, 1), (32, 2))),
-            *((name, {}) for name in ("select_maxima", "select_filter", "select_choose")),
+            *(("index_scores", shape) for shape in _SCORE_SHAPES),
+            ("select_maxima", {}), ("select_filter", {}), ("select_choose", {"own": 8}),
+            ("select_choose", {"own": 16}),
         ],
     )  # fmt: skip
 
@@ -203,21 +217,33 @@ def score(
     if len(scores.shape) != 2 or scores.shape[0] != n or pool < 1:
         raise refused("index_scores", "scores", f"f32 [{n}, n_pools]", str(scores.shape))
     n_pools = scores.shape[1]
-    if keys.size < n_pools * d or (d % 4 == 0 and keys.ptr % 16):
-        raise refused("index_scores", "keys", f"f32 [{n_pools}, {d}], aligned", str(keys.shape))
+    if keys.size < n_pools * d:
+        raise refused("index_scores", "keys", f"f32 [{n_pools}, {d}]", str(keys.shape))
+    if d % 4 == 0 and (keys.ptr | q.ptr) % 16:
+        raise refused("index_scores", "keys and q", "16-byte aligned", hex(keys.ptr | q.ptr))
     if n == 0 or n_pools == 0:
         return
-    n_sms = stream.device.limits.n_sms
-    at_once = 8 if heads <= 8 else 32
-    # Two pools per thread read the queries half as often, once there are enough of both.
-    own = 2 if at_once == 32 and n * n_pools > 2 * n_sms * _THREADS else 1
-    blocks = min(-(-n_pools // (_THREADS * own)), max(1, -(-4 * n_sms // n)))
+    shape, config = _score_plan(n, n_pools, stream.device.limits.n_sms)
     launch(
-        stream, LaunchConfig((blocks, n, 1), _THREADS),
-        _kernel(stream.device, "index_scores", heads=at_once, pools=own),
+        stream, config, _kernel(stream.device, "index_scores", **shape),
         q, weights, keys, scores, n, heads, d, pool, n_pools, n_pools, counted,
         float(np.float32(d**-0.5)), float(np.float32(heads**-0.5)), len_d,
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def _score_plan(n: int, n_pools: int, n_sms: int) -> tuple[dict[str, int], LaunchConfig]:
+    for shape in _SCORE_SHAPES:
+        groups, at_once = shape["groups"], _THREADS // shape["groups"] * shape["pools"]
+        blocks = -(-n_pools // at_once)
+        if n * blocks <= 2 * n_sms:  # two blocks live on a multiprocessor at once
+            break
+    heads = shape["heads"] * groups
+    stage = at_once * (shape["slice"] + 4) + heads * shape["slice"]
+    floats = 2 * stage + (heads - shape["heads"]) * at_once
+    return shape, LaunchConfig(
+        (min(blocks, max(1, -(-4 * n_sms // n))), n, 1), _THREADS, 4 * floats
+    )
 
 
 def list_width(top_k: int, pool: int, n_pools: int) -> int:
@@ -302,7 +328,7 @@ def select(
         )  # fmt: skip
     launch(
         stream, LaunchConfig(n, 1024, programmatic=following and counts is not None),
-        _kernel(device, "select_choose"),
+        _kernel(device, "select_choose", own=8 if counts is not None or n_pools <= 8192 else 16),
         scores, counts, lists, segments, out, width_d, pool, n_pools, n_pools, top_k,
         out.shape[1], counted, len_d,
     )  # fmt: skip

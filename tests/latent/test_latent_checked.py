@@ -98,11 +98,15 @@ def drive_attend_mma(source, orders=ORDERS, parts=("latent_mma", "latent_mma_com
         source if "latent_mma_combine" in parts else CLEAN / "attend_mma.cu",
         f"latent_mma_combine<{rank}>",
     )
-    shapes = ((F32, latent_attend_mma.Shape(2, 1, 2)), (Q8_0, latent_attend_mma.Shape(1, 0, 3)))
+    shapes = (
+        (F32, latent_attend_mma.Shape(2, 1, 3, 16)), (F32, latent_attend_mma.Shape(1, 2, 2, 8)),
+        (Q8_0, latent_attend_mma.Shape(1, 0, 3, 8)),
+    )  # fmt: skip
     for fmt, shape in shapes if "latent_mma" in parts else shapes[:1]:
         partial = quick(
             source if "latent_mma" in parts else CLEAN / "attend_mma.cu",
-            f"latent_mma<{fmt.constant}, {rank}, 0, {shape.sets}, {shape.held}, {shape.stages}>",
+            f"latent_mma<{fmt.constant}, {rank}, 0, {shape.sets}, {shape.held}, {shape.stages}, "
+            f"{shape.warps}>",
         )
         plane = fmt.encode(rows).reshape(-1).view(np.uint8)
         seen = fmt.decode(fmt.encode(rows))
@@ -114,9 +118,9 @@ def drive_attend_mma(source, orders=ORDERS, parts=("latent_mma", "latent_mma_com
                 per_block = heads if n_list else n * heads
                 blocks = -(-per_block // (16 * shape.sets)) * (n if n_list else 1)
                 space = nan(n * heads * slots * (rank + 2))
-                partial((blocks, 2), 256, shared, q, plane, i32(n), i32(heads), i32(length + n),
-                        indices, i32(n_list), i32(0), f32(0.3), word(length), space, i32(slots),
-                        order=order, seed=3)  # fmt: skip
+                partial((blocks, 2), 32 * shape.warps, shared, q, plane, i32(n), i32(heads),
+                        i32(length + n), indices, i32(n_list), i32(0), f32(0.3), word(length),
+                        space, i32(slots), order=order, seed=3)  # fmt: skip
                 out, lse = nan(n, heads, rank), nan(n, heads)
                 combine((heads, n, 1), 256, 0, space, out, lse, i32(length + n), i32(n_list),
                         i32(0), word(length), i32(slots), order=order)  # fmt: skip
@@ -129,7 +133,7 @@ def drive_index(source, orders=ORDERS, parts=("index_append", "index_scores")):
     n, d, pool, heads = 11, 40, 4, 3
     rows, ape = normal(rng, n, 2 * d), normal(rng, pool, d)
     q, w, keys = normal(rng, 2, heads, d), normal(rng, 2, heads), normal(rng, 150, d)
-    score = quick(source, "index_scores<8, 1>")
+    score = quick(source, "index_scores<2, 2, 4, 16>")
     for order in orders:
         if "index_append" in parts:
             plane, made = normal(rng, 16, 2 * d), nan(8, d)
@@ -139,8 +143,9 @@ def drive_index(source, orders=ORDERS, parts=("index_append", "index_scores")):
             )  # fmt: skip
             assert np.isfinite(made[:3]).all() and np.isnan(made[3:]).all()
         scores = nan(2, 150)
-        score((1, 2), 128, 0, q, w, keys, scores, i32(2), i32(heads), i32(d), i32(pool), i32(150),
-              i32(150), i32(0), f32(d**-0.5), f32(heads**-0.5), word(600), order=order)  # fmt: skip
+        score((1, 2), 128, 12800, q, w, keys, scores, i32(2), i32(heads), i32(d), i32(pool),
+              i32(150), i32(150), i32(0), f32(d**-0.5), f32(heads**-0.5), word(600),
+              order=order)  # fmt: skip
         assert np.array_equal(scores, oracle.scores(q, w, keys, 600, pool))
 
 
@@ -153,7 +158,11 @@ def drive_select(source, orders=ORDERS, parts=SELECT):
     n, pool, top_k = 1, 2, 200
     width = top_k + pool - 1
     kernel = {
-        part: quick(source if part in parts else CLEAN / "select.cu", part) for part in SELECT
+        part: quick(
+            source if part in parts else CLEAN / "select.cu",
+            part + ("<8>" if part == "select_choose" else ""),
+        )
+        for part in SELECT
     }
     for n_pools, ties, many in ((1300, False, False), (2300, False, True), (5000, True, True)):
         if not many and "select_choose" not in parts:
@@ -245,14 +254,23 @@ LARGE = [
 ]  # fmt: skip
 
 
+LARGE_MMA = [
+    registry.spec("latent_mma").expression(
+        format="F32", rank=512, rope=rope, sets=4, held=held, stages=2, warps=8
+    )
+    for rope, held in ((0, 0), (64, 1))
+]
+
+
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 def test_instances_for_much_shared_memory_do_not_spill(arch):
     from memra_lowlevel.compile import compile_file
 
-    image = compile_file("latent/attend.cu", arch=arch, name_expressions=tuple(LARGE))
-    for expression in LARGE:
-        used = image.resources[image.entries[expression]]
-        assert (used.spills_bytes, used.local_bytes) == (0, 0), (expression, used)
+    for source, expressions in (("attend.cu", LARGE), ("attend_mma.cu", LARGE_MMA)):
+        image = compile_file(f"latent/{source}", arch=arch, name_expressions=tuple(expressions))
+        for expression in expressions:
+            used = image.resources[image.entries[expression]]
+            assert (used.spills_bytes, used.local_bytes) == (0, 0), (expression, used)
 
 
 def test_the_registry_knows_the_kernels():

@@ -85,7 +85,8 @@ def test_a_head_has_the_same_bits_in_every_company(rig, tensor, monkeypatch):
     for heads in (1, 16, 17, 33, 48):
         assert same(tensor(q[:, :heads], rows, 199, 128, 0.1)[0], full[0, :heads])
     every = latent_attend_mma._fitting
-    for shape in (Shape(4, 1, 2), Shape(2, 0, 3), Shape(2, 2, 2), Shape(1, 0, 5), Shape(1, 3, 2)):
+    for shape in (Shape(4, 1, 2, 8), Shape(2, 0, 3, 16), Shape(2, 1, 2, 8),
+                  Shape(1, 0, 5, 16), Shape(1, 3, 2, 8)):  # fmt: skip
         monkeypatch.setattr(latent_attend_mma, "_fitting", lambda *_, shape=shape: [shape])
         latent_attend_mma._plan.cache_clear()
         assert same(tensor(q, rows, 199, 128, 0.1), full)
@@ -173,14 +174,15 @@ def test_a_class_is_chosen_by_name_and_says_why(rig):
 
 def test_shared_memory_of_the_wrapper_is_that_of_the_kernel():
     for rank, rope, shape in (
-        (512, 64, Shape(4, 1, 2)), (512, 0, Shape(2, 0, 3)), (128, 0, Shape(1, 2, 5)),
+        (512, 64, Shape(4, 1, 2, 8)), (512, 0, Shape(2, 0, 3, 16)), (128, 0, Shape(1, 1, 5, 16)),
     ):  # fmt: skip
         width, m = rank + rope, shape.sets
         steps = width // 64 - shape.held
         want = shape.stages * 16 * (4 * width + 16) + 4 * steps * m * 1024
-        want += 4 * 16 * m * 16 * 4 + m * 1024 + 4 * 16 * m * 4 + shape.stages * 64 + 32
+        want += 4 * 16 * m * 16 * 4 + m * 1024 + 3 * 16 * m * 4 + shape.stages * (256 + 64) + 32
         assert latent_attend_mma.shared_bytes(rank, rope, shape) == want
-    assert latent_attend_mma._fitting(512, 64, 4, 232_448)[0] == Shape(4, 1, 2)
-    assert latent_attend_mma._fitting(512, 64, 4, 166_912)[0].sets == 2
+    assert latent_attend_mma._fitting(512, 64, 4, 232_448)[0] == Shape(4, 1, 2, 8)
+    assert latent_attend_mma._fitting(512, 64, 4, 166_912)[0].sets == 1
     assert latent_attend_mma._fitting(512, 64, 4, 101_376)[0].sets == 1
+    assert latent_attend_mma._fitting(512, 64, 4, 60_000) == []
     assert F32 in (F32,) and SPEC.numeric_class == "f16x2"

@@ -25,17 +25,17 @@ INDEX = (
     ("keys are not collapsed", "key = key + e / total * row(s)[c];", "key = row(s)[c];"),
     ("gates without offsets", "row(s)[d + c] + ape[s * d + c] - high", "row(s)[d + c] - high"),
     ("no causality in scores", "p < visible ? total[j] : -INF_F32", "total[j]"),
-    ("products are not fused", "dot[h][j] = fmaf(q_at[h * SCORE_SLICE + c], key, dot[h][j]);",
-     "dot[h][j] = dot[h][j] + q_at[h * SCORE_SLICE + c] * key;"),
+    ("products are not fused", "dot[h][j] = fmaf(q_at[h * SLICE + c], key, dot[h][j]);",
+     "dot[h][j] = dot[h][j] + q_at[h * SLICE + c] * key;"),
     ("scores are not cut at 0", "scaled > 0.0f || scaled != scaled ? scaled : 0.0f", "scaled"),
-    ("head scale is applied last", "__fmul_rn(positive, head_weights[h])",
-     "__fmul_rn(__fmul_rn(positive, head_scale), __fdiv_rn(head_weights[h], head_scale))"),
+    ("head scale is applied last", "__fmul_rn(positive, weight)",
+     "__fmul_rn(__fmul_rn(positive, head_scale), own_weights[head])"),
 )  # fmt: skip
 SELECT = (
     ("no raw tail", "int32_t(visible % pool)", "0"),
     ("-0 below +0", "__float_as_uint(score + 0.0f)", "__float_as_uint(score)"),
-    ("ties from the end", "keys[at] = key, pools[at] = p, at++;",
-     "keys[n - 1 - at] = key, pools[n - 1 - at] = p, at++;"),
+    ("ties from the end", "keys[at] = near[i], pools[at] = thread * OWN + i, at++;",
+     "keys[n - 1 - at] = near[i], pools[n - 1 - at] = thread * OWN + i, at++;"),
     ("a bound above the wanted key", "high.z < wanted || key == 0 ? 1u : key;", "key + 1024u;"),
     ("segments in another order", "to_segment = blockIdx.x",
      "to_segment = gridDim.x - 1 - blockIdx.x"),
@@ -123,9 +123,10 @@ def plant(monkeypatch, file, old, new):
     changed = text.replace(old, new)
     names = {
         "index.cu": {("index_append",): "index_append",
-                     ("index_scores", 8, 1): "index_scores<8, 1>"},
+                     ("index_scores", 8, 2, 4, 32): "index_scores<8, 2, 4, 32>"},
         "select.cu": {
-            (name,): name for name in ("select_maxima", "select_filter", "select_choose")
+            ("select_maxima",): "select_maxima", ("select_filter",): "select_filter",
+            ("select_choose", 8): "select_choose<8>",
         },
     }[file]  # fmt: skip
     templates = tuple(n for n in names.values() if "<" in n)
