@@ -45,6 +45,16 @@ def test_groups_of_the_host_device(tmp_path, capsys):
     assert json.loads(path.read_text())["environment"]["kind"] == "host"
 
 
+def test_the_layer_cache_has_its_full_size_everywhere(monkeypatch, capsys):
+    """It runs on the CPU whatever the device is, so nothing is reduced."""
+    from memra_lowlevel.bench import command
+
+    monkeypatch.setattr(command, "measure", lambda state, name: None)
+    for groups, reduced in ((["layer_kv"], False), (["layer_kv", "launch"], True)):
+        assert cli.main(["bench", *groups, "--device", "host"]) == 0
+        assert ("reduced sizes" in capsys.readouterr().out) == reduced
+
+
 def test_an_unknown_group_is_bad_usage(capsys):
     assert cli.main(["bench", "nonsense", "--device", "host"]) == 2
     assert "attend" in capsys.readouterr().err
