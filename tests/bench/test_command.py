@@ -47,8 +47,6 @@ def test_groups_of_the_host_device(tmp_path, capsys):
 
 def test_the_layer_cache_has_its_full_size_everywhere(monkeypatch, capsys):
     """It runs on the CPU whatever the device is, so nothing is reduced."""
-    from memra_lowlevel.bench import command
-
     monkeypatch.setattr(command, "measure", lambda state, name: None)
     for groups, reduced in ((["layer_kv"], False), (["layer_kv", "launch"], True)):
         assert cli.main(["bench", *groups, "--device", "host"]) == 0
