@@ -154,7 +154,7 @@ struct Search {
 // The greatest key of each group. Grid (n_segments, n_rows), 256 threads.
 //   scores  f32 [n_rows, stride]; row r sees pools below (len + r + 1 - counted) / pool, at most
 //           n_pools
-KERNEL void __launch_bounds__(SELECT_THREADS)
+KERNEL void __launch_bounds__(SELECT_THREADS, 1)
     select_maxima(const float* __restrict__ scores, uint32_t* __restrict__ maxima, int32_t pool,
                   int32_t n_pools, int32_t stride, int32_t counted,
                   const int32_t* __restrict__ len_d) {
@@ -178,7 +178,7 @@ KERNEL void __launch_bounds__(SELECT_THREADS)
 }
 
 // Lists the pools that may be among the top_k / pool best. Grid (n_segments, n_rows), 256 threads.
-KERNEL void __launch_bounds__(SELECT_THREADS)
+KERNEL void __launch_bounds__(SELECT_THREADS, 1)
     select_filter(const float* __restrict__ scores, const uint32_t* __restrict__ maxima,
                   uint32_t* __restrict__ counts, uint32_t* __restrict__ lists, int32_t pool,
                   int32_t n_pools, int32_t stride, int32_t top_k, int32_t counted,
@@ -212,7 +212,7 @@ KERNEL void __launch_bounds__(SELECT_THREADS)
 //            pool that is not complete, then -1
 //   width_d  i32[1] or null: entries that can differ from -1 for the last row of the launch
 template <int OWN>
-__global__ void __launch_bounds__(CHOOSE_THREADS)
+__global__ void __launch_bounds__(CHOOSE_THREADS, 1)
     select_choose(const float* __restrict__ scores, const uint32_t* NULLABLE counts,
                   const uint32_t* NULLABLE lists, int32_t n_segments, int32_t* __restrict__ out,
                   int32_t* NULLABLE width_d, int32_t pool, int32_t n_pools, int32_t stride,
