@@ -5,6 +5,7 @@ import pytest
 from latent_rig import error, f32, i32, normal, same
 
 from memra_lowlevel import errors
+from memra_lowlevel.compile import compile_source, cuda_src_root
 from memra_lowlevel.formats import BF16, F32, Q8_0
 from memra_lowlevel.kernels import latent_attend, latent_attend_mma, registry
 from memra_lowlevel.kernels.latent_attend_mma import Shape, part_begin, part_of
@@ -186,3 +187,49 @@ def test_shared_memory_of_the_wrapper_is_that_of_the_kernel():
     assert latent_attend_mma._fitting(512, 64, 4, 101_376)[0].sets == 1
     assert latent_attend_mma._fitting(512, 64, 4, 60_000) == []
     assert F32 in (F32,) and SPEC.numeric_class == "f16x2"
+
+
+FAULTS = (
+    ("no fine halves of rows", "mma_m16n8k16_f16(rest[m][n], a.coarse, b[n] + 2, rest",
+     "mma_m16n8k16_f16(rest[m][n], a.fine, b[n] + 2, rest"),
+    ("no fine halves of weights", "product == 2 ? p[m].fine", "product == 2 ? p[m].coarse"),
+    ("a slice of the channels is missing", "from[3 * S::QUERIES * STEP + j]", "0.0f"),
+    ("later keys are seen", "score[j] = j < behind ? score[j] : -INF_F32;", ""),
+    ("the power of a row is forgotten", "lifted[j] = score[j] * up[j];",
+     "lifted[j] = score[j] * 0x1p15f;"),
+    ("sums do not follow the reference", "acc[m][n][j] *= old[m][j / 2];", "acc[m][n][j] *= 1.0f;"),
+    ("a chunk is lost", "if (slot < behind) {", "if (slot < behind - 1) {"),
+    ("chunks follow the share of a block", "int32_t edge = edge_behind(place.begin);",
+     "int32_t edge = place.begin + 48;"),
+)  # fmt: skip
+
+
+def holds(attend):
+    """Rows of several sizes, alone and together, over several chunks, against float64."""
+    rng = np.random.default_rng(9)
+    q, rows = normal(rng, 2, 3, 192), normal(rng, 1030, 192)
+    rows *= np.exp2(rng.integers(-6, 1, 1030)).astype(f32)[:, None]
+    got = attend(q, rows, 1028, 128, 0.2)
+    alone = attend(q[:1], rows, 1028, 128, 0.2, capacity=1030)
+    return error(got, oracle.attend(q, rows, 1028, 128, 0.2)) <= LIMIT and same(alone[0], got[0])
+
+
+@pytest.mark.parametrize(("old", "new"), [pytest.param(*f[1:], id=f[0]) for f in FAULTS])
+@pytest.mark.parametrize("device", ["host"], indirect=True)
+def test_a_fault_in_the_kernels_is_noticed(rig, tensor, monkeypatch, old, new):
+    text = (cuda_src_root() / "latent" / "attend_mma.cu").read_text()
+    assert text.count(old) == 1
+
+    def kernels(device, format, rank, rope, shape):
+        numbers = (rank, rope, shape.sets, shape.held, shape.stages, shape.warps)
+        names = (f"latent_mma<F32, {', '.join(map(str, numbers))}>", f"latent_mma_combine<{rank}>")
+        image = compile_source(
+            text.replace(old, new), arch="host", name="attend_mma.cu", name_expressions=names,
+            include_dirs=(cuda_src_root(),),
+        )  # fmt: skip
+        module = device.module(image)
+        return module.kernel(names[0]), module.kernel(names[1])
+
+    assert holds(tensor)
+    monkeypatch.setattr(latent_attend_mma, "_kernels", kernels)
+    assert not holds(tensor)
