@@ -57,61 +57,36 @@ static __device__ __forceinline__ void mma_m16n8k16_bf16(float* d, const uint32_
 }
 
 // d, c: int32_t[4]; a: uint32_t[4], b: uint32_t[2], four s8 each, the lowest index in the lowest byte.
-static __device__ __forceinline__ void mma_m16n8k32_s8(int32_t* d, const uint32_t* a,
-                                                       const uint32_t* b, const int32_t* c) {
+// The second has b of u8.
 #if __CUDA_ARCH__ >= 800
-  asm volatile(
-      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%10,%11,%12,%13};"
-      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(c[0]), "r"(c[1]),
-        "r"(c[2]), "r"(c[3]));
+#define MEMRA_MMA_M16N8K32(types)                                                                   \
+  asm volatile(                                                                                     \
+      "mma.sync.aligned.m16n8k32.row.col." types " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "        \
+      "{%10,%11,%12,%13};"                                                                          \
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])                                              \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(c[0]), "r"(c[1]),     \
+        "r"(c[2]), "r"(c[3]))
 #elif __CUDA_ARCH__ >= 750
-  // m8n8k16 twice along k and twice along m: its fragments are these registers.
-  asm volatile(
-      "mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0,%1}, {%2}, {%3}, {%4,%5};"
-      : "=r"(d[0]), "=r"(d[1]) : "r"(a[0]), "r"(b[0]), "r"(c[0]), "r"(c[1]));
-  asm volatile(
-      "mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
-      : "+r"(d[0]), "+r"(d[1]) : "r"(a[2]), "r"(b[1]));
-  asm volatile(
-      "mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0,%1}, {%2}, {%3}, {%4,%5};"
-      : "=r"(d[2]), "=r"(d[3]) : "r"(a[1]), "r"(b[0]), "r"(c[2]), "r"(c[3]));
-  asm volatile(
-      "mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
-      : "+r"(d[2]), "+r"(d[3]) : "r"(a[3]), "r"(b[1]));
+// m8n8k16 twice along k and twice along m: its fragments are these registers.
+#define MEMRA_MMA_M8N8K16(types, at, a_at, b_at, from)                                              \
+  asm volatile("mma.sync.aligned.m8n8k16.row.col." types " {%0,%1}, {%2}, {%3}, {%4,%5};"           \
+               : "=r"(d[at]), "=r"(d[at + 1])                                                       \
+               : "r"(a[a_at]), "r"(b[b_at]), "r"(from[at]), "r"(from[at + 1]))
+#define MEMRA_MMA_M16N8K32(types)                                                                   \
+  MEMRA_MMA_M8N8K16(types, 0, 0, 0, c);                                                             \
+  MEMRA_MMA_M8N8K16(types, 0, 2, 1, d);                                                             \
+  MEMRA_MMA_M8N8K16(types, 2, 1, 0, c);                                                             \
+  MEMRA_MMA_M8N8K16(types, 2, 3, 1, d)
 #else
 #error "mma_m16n8k32_s8 needs sm_75"
 #endif
-}
-
-// The same with b of u8.
-static __device__ __forceinline__ void mma_m16n8k32_s8u8(int32_t* d, const uint32_t* a,
+static __device__ __forceinline__ void mma_m16n8k32_s8(int32_t* d, const uint32_t* a,
                                                        const uint32_t* b, const int32_t* c) {
-#if __CUDA_ARCH__ >= 800
-  asm volatile(
-      "mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%10,%11,%12,%13};"
-      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(c[0]), "r"(c[1]),
-        "r"(c[2]), "r"(c[3]));
-#elif __CUDA_ARCH__ >= 750
-  // m8n8k16 twice along k and twice along m: its fragments are these registers.
-  asm volatile(
-      "mma.sync.aligned.m8n8k16.row.col.s32.s8.u8.s32 {%0,%1}, {%2}, {%3}, {%4,%5};"
-      : "=r"(d[0]), "=r"(d[1]) : "r"(a[0]), "r"(b[0]), "r"(c[0]), "r"(c[1]));
-  asm volatile(
-      "mma.sync.aligned.m8n8k16.row.col.s32.s8.u8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
-      : "+r"(d[0]), "+r"(d[1]) : "r"(a[2]), "r"(b[1]));
-  asm volatile(
-      "mma.sync.aligned.m8n8k16.row.col.s32.s8.u8.s32 {%0,%1}, {%2}, {%3}, {%4,%5};"
-      : "=r"(d[2]), "=r"(d[3]) : "r"(a[1]), "r"(b[0]), "r"(c[2]), "r"(c[3]));
-  asm volatile(
-      "mma.sync.aligned.m8n8k16.row.col.s32.s8.u8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
-      : "+r"(d[2]), "+r"(d[3]) : "r"(a[3]), "r"(b[1]));
-#else
-#error "mma_m16n8k32_s8u8 needs sm_75"
-#endif
+  MEMRA_MMA_M16N8K32("s32.s8.s8.s32");
+}
+static __device__ __forceinline__ void mma_m16n8k32_s8u8(int32_t* d, const uint32_t* a,
+                                                         const uint32_t* b, const int32_t* c) {
+  MEMRA_MMA_M16N8K32("s32.s8.u8.s32");
 }
 
 #else

@@ -33,7 +33,7 @@ KERNEL void s8(const int8_t* A, const int8_t* B, int* D) {
   uint32_t a[4], b[2];
   int d[4] = {1, -2, 3, 0x7fffffff};
   fragments<int8_t, 32, 4>(A, B, a, b);
-  mma_m16n8k32_s8(d, a, b, d);
+  S8_MMA(d, a, b, d);
   put(D, d);
 }
 """
@@ -43,7 +43,7 @@ KERNEL void s8(const int8_t* A, const int8_t* B, int* D) {
 @pytest.mark.parametrize(("name", "dtype"), [("f16", np.float16), ("bf16", ml_dtypes.bfloat16)])
 def test_float_tiles(kernel, name, dtype, check):
     rng = np.random.default_rng(0)
-    run = kernel(TILE, "f16", {"MMA": f"mma_m16n8k16_{name}"}, check=check)
+    run = kernel(TILE, "f16", S8 | {"MMA": f"mma_m16n8k16_{name}"}, check=check)
     for scale in (1.0, 1e-7, 300.0):  # subnormal f16 values among them
         a = (rng.standard_normal((16, 16)) * scale).astype(dtype)
         b = rng.standard_normal((8, 16)).astype(dtype)
@@ -60,14 +60,17 @@ def test_float_tiles(kernel, name, dtype, check):
     )
 
 
-def test_integer_tiles_are_exact_and_wrap(kernel):
+S8 = {"MMA": "mma_m16n8k16_f16", "S8_MMA": "mma_m16n8k32_s8"}
+
+
+@pytest.mark.parametrize("second", [np.int8, np.uint8])
+def test_integer_tiles_are_exact_and_wrap(kernel, second):
     rng = np.random.default_rng(1)
-    a, b = (
-        rng.integers(-128, 128, (16, 32)).astype(np.int8),
-        rng.integers(-128, 128, (8, 32)).astype(np.int8),
-    )
+    a = rng.integers(-128, 128, (16, 32)).astype(np.int8)
+    b = rng.integers(0, 256, (8, 32)).astype(np.uint8).view(second)
+    names = S8 | ({"S8_MMA": "mma_m16n8k32_s8u8"} if second is np.uint8 else {})
     d = np.full((16, 8), 9, np.int32)
-    kernel(TILE, "s8", {"MMA": "mma_m16n8k16_f16"})(1, 32, 0, a, b, d)
+    kernel(TILE, "s8", names)(1, 32, 0, a, b.view(np.int8), d)
     c = np.zeros((16, 8), np.int64)
     c[:8, 0::2], c[:8, 1::2], c[8:, 0::2], c[8:, 1::2] = 1, -2, 3, 0x7FFFFFFF
     np.testing.assert_array_equal(
@@ -77,7 +80,7 @@ def test_integer_tiles_are_exact_and_wrap(kernel):
 
 def test_a_tile_needs_the_whole_warp(kernel):
     with pytest.raises(errors.BarrierDivergence, match="all 32 lanes"):
-        kernel(TILE, "s8", {"MMA": "mma_m16n8k16_f16"})(
+        kernel(TILE, "s8", S8)(
             1,
             16,
             0,
