@@ -141,21 +141,13 @@ def prepare(
     device: Device, heads: int, rank: int, rope: int, *, format: Format = F32, max_rows: int = 16
 ) -> None:
     """Load what launches of up to ``max_rows`` rows need, so that they may be captured."""
+    limits = device.limits
     for n in (1, max_rows):
-        for n_list in (0, 1):
-            limits = device.limits
+        for rows, n_list in ((1, 0), (1, 1), (1 << 20, 0)):
             plan = _plan(
-                n,
-                heads,
-                rank,
-                rope,
-                1,
-                n_list,
-                limits.n_sms,
-                limits.shared_optin_bytes,
-                format is F32,
-                False,
-            )
+                n, heads, rank, rope, rows, n_list, limits.n_sms, limits.shared_optin_bytes,
+                format, False,
+            )  # fmt: skip
             _kernels(device, format, rank, rope, plan.shape)
 
 
@@ -233,6 +225,14 @@ class _Plan:
     combine: LaunchConfig
 
 
+def _sets(queries: int, rows: int, n_list: int, format: Format) -> int:
+    """Say how many queries a block takes, in 16: many share a tile where the tiles are many."""
+    if n_list or queries <= 16:
+        return 1
+    few_tiles = queries <= 64 and rows <= 8192
+    return 2 if queries <= 32 or few_tiles or format is Q8_0 else 4
+
+
 def _fitting(rank: int, rope: int, wanted: int, shared: int, format: Format = F32) -> list[Shape]:
     """Shapes of at most ``wanted`` sets that fit, the best first.
 
@@ -261,8 +261,7 @@ def _plan(
     format: Format, early: bool,
 ) -> _Plan:  # fmt: skip
     queries = heads if n_list else n * heads
-    wanted = 1 if n_list or queries <= 16 else 2 if queries <= 32 or format is not F32 else 4
-    fitting = _fitting(rank, rope, wanted, shared, format)
+    fitting = _fitting(rank, rope, _sets(queries, rows, n_list, format), shared, format)
     if not fitting:
         raise FormatUnsupported(
             f"latent attend: rows of {rank} + {rope} do not fit in {shared} bytes of shared memory",

@@ -256,10 +256,10 @@ LARGE = [
 
 LARGE_MMA = [
     registry.spec("latent_mma").expression(
-        format="F32", rank=512, rope=rope, sets=4, held=held, stages=2, warps=8
+        format=f, rank=512, rope=rope, sets=4, held=held, stages=2, warps=8
     )
-    for rope, held in ((0, 0), (64, 1))
-]
+    for f in ("F32", "BF16") for rope, held in ((0, 0), (64, 1))
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])

@@ -173,6 +173,17 @@ def test_a_class_is_chosen_by_name_and_says_why(rig):
         choose(rig.device, 512, 64, "fast")
 
 
+def test_what_was_prepared_serves_a_capture(rig):
+    """Every shape that a launch over any plane may take is there before."""
+    for heads in (4, 64):
+        latent_attend_mma.prepare(rig.device, heads, 128, 0, max_rows=4)
+        loaded = len(rig.device.memo)
+        for n, rows in ((1, 100), (4, 100), (1, 300)):
+            q, plane = np.ones((n, heads, 128), f32), np.ones((rows, 128), f32)
+            rig.attend(q, plane, 50, 128, 1.0, numeric="f16x2")
+        assert len(rig.device.memo) == loaded
+
+
 def test_shared_memory_of_the_wrapper_is_that_of_the_kernel():
     for rank, rope, shape in (
         (512, 64, Shape(4, 1, 2, 8)), (512, 0, Shape(2, 0, 3, 16)), (128, 0, Shape(1, 1, 5, 16)),
