@@ -82,14 +82,17 @@ struct TileInFlight {
     }
     __device__ __forceinline__ static int quarter() { return threadIdx.x % BLOCK_QUARTERS; }
 
-    __device__ __forceinline__ void load(const uint8_t* head, int64_t row_bytes, int from, int to) {
+    // physical: of the tile's first key, which a ring may not have
+    __device__ __forceinline__ void load(const uint8_t* head, int row_bytes, int physical, int from,
+                                         int to) {
         const uint8_t* column = head + block() * block_bytes<F>();
 #pragma unroll
         for (int i = 0; i < N; i++) {
             // Rows outside the range ask for the nearest one inside: no branch parts the loads.
             int key = first_row() + i * ROWS;
             key = key < from ? from : key < to ? key : to - 1;
-            packed[i] = load_quarter<F>(column + key * row_bytes, quarter());
+            const uint64_t at = uint64_t(uint32_t(physical + key)) * uint32_t(row_bytes);
+            packed[i] = load_quarter<F>(column + at, quarter());
         }
     }
     __device__ __forceinline__ void store(float* tile, int from, int to) const {
@@ -187,6 +190,7 @@ __device__ __forceinline__ void join_chunks(float* scratch, const int* at, int n
     constexpr int TEAMS = THREADS / QUADS;
     float4* const sums = reinterpret_cast<float4*>(scratch);                       // [8, N, QUADS]
     float2* const marks = reinterpret_cast<float2*>(sums + JOIN_SPLITS * N * QUADS);  // [8, N]
+    __shared__ float weights[JOIN_SPLITS][N], shares[N];
     const int quad = threadIdx.x % QUADS;
     const int team = threadIdx.x / QUADS;
     if (team < TEAMS) {
@@ -228,30 +232,35 @@ __device__ __forceinline__ void join_chunks(float* scratch, const int* at, int n
     }
     __syncthreads();
     const bool fits = last <= parts.n_slots;
-#pragma unroll 1
-    for (int item = threadIdx.x; item < n * QUADS; item += THREADS) {
-        const int i = item / QUADS;
+    if (int(threadIdx.x) < n) {
+        const int i = threadIdx.x;
         const float sink = to.sinks != nullptr ? to.sinks[at[i] % to.n_heads] : -INF_F32;
         float high = sink;
 #pragma unroll
         for (int s = 0; s < JOIN_SPLITS; s++) high = larger_number(high, marks[s * N + i].x);
-        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         float total = 0.0f;
-#pragma unroll 2
+#pragma unroll
         for (int s = 0; s < JOIN_SPLITS; s++) {
             const float2 mark = marks[s * N + i];
             const float weight = weight_of(mark.x, high);
-            add_scaled(sum, weight, sums[(s * N + i) * QUADS + item % QUADS]);
+            weights[s][i] = weight;
             total = fmaf(weight, mark.y, total);
         }
         total = total + weight_of(sink, high);
         const bool empty = total == 0.0f;
-        const float share = 1.0f / total;
-        scale_all(sum, empty ? 0.0f : share);
-        if (!fits) sum = make_float4(NAN_F32, NAN_F32, NAN_F32, NAN_F32);
+        shares[i] = !fits ? NAN_F32 : empty ? 0.0f : 1.0f / total;
+        if (to.lse != nullptr) to.lse[at[i]] = !fits ? NAN_F32 : empty ? -INF_F32 : high + logf(total);
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int item = threadIdx.x; item < n * QUADS; item += THREADS) {
+        const int i = item / QUADS;
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int s = 0; s < JOIN_SPLITS; s++)
+            add_scaled(sum, weights[s][i], sums[(s * N + i) * QUADS + item % QUADS]);
+        scale_all(sum, shares[i]);
         reinterpret_cast<float4*>(to.out)[size_t(at[i]) * QUADS + item % QUADS] = sum;
-        if (item % QUADS == 0 && to.lse != nullptr)
-            to.lse[at[i]] = !fits ? NAN_F32 : empty ? -INF_F32 : high + logf(total);
     }
 }
 
@@ -290,6 +299,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESID
     __shared__ int2 seen[QT + 1];  // keys [x, y) of each query; behind them those of slot 0's row
     __shared__ int row_heads[QT];  // row * n_heads + head of each query
     __shared__ RowView view;       // of the first row
+    __shared__ float2 chunk_marks[QT];  // maximum and sum of weights of a chunk
     __shared__ bool is_last;
 
     admit_successor();
@@ -316,8 +326,9 @@ __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESID
         const int row = row_of(i);
         return (first_row + row) * n_heads + kv_head * group + (first_query + i - row * group);
     };
+    // The first warp finds out which keys there are while the others fetch q.
 #pragma unroll 1
-    for (int i = thread; i < QT * (DK / 4); i += ATTEND_THREADS) {
+    for (int i = thread - WARP_LANES; i >= 0 && i < QT * (DK / 4); i += ATTEND_THREADS - WARP_LANES) {
         float4 four = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         if (i < n_queries * (DK / 4))
             four = reinterpret_cast<const float4*>(q)[size_t(row_head(i / (DK / 4))) * (DK / 4) +
@@ -347,6 +358,9 @@ __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESID
     const uint8_t* k_head = global_pointer(view.k) + kv_head * (DK / BLOCK_ELEMENTS) * block_bytes<KF>();
     const uint8_t* v_head = global_pointer(view.v) + kv_head * (DV / BLOCK_ELEMENTS) * block_bytes<VF>();
     const Partials parts = partials_in<DV>(partial, n_rows * n_heads, n_slots);
+    // With one chunk there is nothing to join.
+    const bool is_whole =
+        tickets != nullptr && sinks == nullptr && chunks.last - chunks.first == 1;
 
     const int score_key = thread % S::TILE;
     const int score_part = thread / S::TILE;
@@ -375,8 +389,8 @@ __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESID
             const int physical = tile_key - base;
             TileInFlight<KF, DK, S::TILE, S::PITCH> k_tile;
             TileInFlight<VF, DV, S::TILE, S::PITCH> v_tile;
-            k_tile.load(k_head + int64_t(physical) * k_row, k_row, from, to);
-            v_tile.load(v_head + int64_t(physical) * v_row, v_row, from, to);
+            k_tile.load(k_head, k_row, physical, from, to);
+            v_tile.load(v_head, v_row, physical, from, to);
             __syncthreads();  // the tile is free
             k_tile.store(tile, from, to);
             __syncthreads();
@@ -461,10 +475,22 @@ __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESID
                             add_scaled(sums[o], w.w, v[3]);
                         }
                     }
+                } else if (key_start == shared_start && key_end == shared_end) {
+                    const int high = min(to - split * S::SPLIT, S::SPLIT);
+#pragma unroll 4
+                    for (int j = max(from - split * S::SPLIT, 0); j < high; j++) {
+                        const float4 v = *reinterpret_cast<const float4*>(values + j * S::PITCH);
+#pragma unroll
+                        for (int o = 0; o < QT / HALVES; o++) {
+                            const int i = half + HALVES * o;
+                            if (i >= n_queries) break;
+                            add_scaled(sums[o], weights[i * S::TILE + j], v);
+                        }
+                    }
                 } else {
                     const int first_key = tile_key + split * S::SPLIT;
                     const int high = min(to - split * S::SPLIT, S::SPLIT);
-#pragma unroll (QT == 4 ? 2 : 1)
+#pragma unroll 1
                     for (int j = max(from - split * S::SPLIT, 0); j < high; j++) {
                         const float4 v = *reinterpret_cast<const float4*>(values + j * S::PITCH);
 #pragma unroll
@@ -489,32 +515,46 @@ __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESID
                 split_sums[(split * QT + i) * S::QUADS + quad] = sums[o];
             }
         }
-        __syncthreads();
         const int slot = chunk - slot_zero;
-        if (slot < n_slots) {
-#pragma unroll 1
-            for (int at = thread; at < n_queries * S::QUADS; at += ATTEND_THREADS) {
-                float4 sum = split_sums[at];
-#pragma unroll
-                for (int s = 1; s < S::SPLITS; s++)
-                    add_scaled(sum, 1.0f, split_sums[s * QT * S::QUADS + at]);
-                parts.sums[(size_t(row_heads[at / S::QUADS]) * n_slots + slot) * S::QUADS +
-                           at % S::QUADS] = sum;
-            }
-        }
 #pragma unroll
         for (int u = 0; u < S::WEIGHED; u++) {
             const int i = warp + u * ATTEND_WARPS;
             if (i >= n_queries) break;
-            const float total = warp_sum(weight_sum[u]);
-            if (lane == 0 && slot < n_slots)
-                parts.marks[size_t(row_heads[i]) * n_slots + slot] = make_float2(maximum[u], total);
+            const float2 mark = make_float2(maximum[u], warp_sum(weight_sum[u]));
+            if (lane == 0) {
+                chunk_marks[i] = mark;
+                if (!is_whole && slot < n_slots)
+                    parts.marks[size_t(row_heads[i]) * n_slots + slot] = mark;
+            }
+        }
+        __syncthreads();
+#pragma unroll 1
+        for (int at = thread; at < n_queries * S::QUADS; at += ATTEND_THREADS) {
+            const int i = at / S::QUADS;
+            float4 sum = split_sums[at];
+#pragma unroll
+            for (int s = 1; s < S::SPLITS; s++)
+                add_scaled(sum, 1.0f, split_sums[s * QT * S::QUADS + at]);
+            if (is_whole) {  // to the bit what joining would make of it
+                const float2 mark = chunk_marks[i];
+                const bool empty = mark.y == 0.0f;
+                const float share = slot >= n_slots ? NAN_F32 : empty ? 0.0f : 1.0f / mark.y;
+                add_scaled(sum, 1.0f, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
+                scale_all(sum, share);
+                reinterpret_cast<float4*>(out)[size_t(row_heads[i]) * S::QUADS + at % S::QUADS] = sum;
+                if (at % S::QUADS == 0 && lse != nullptr)
+                    lse[row_heads[i]] = slot >= n_slots ? NAN_F32
+                                        : empty         ? -INF_F32
+                                                        : mark.x + logf(mark.y);
+            } else if (slot < n_slots) {
+                parts.sums[(size_t(row_heads[i]) * n_slots + slot) * S::QUADS + at % S::QUADS] = sum;
+            }
         }
     }
 
     // Of the blocks that had a chunk (or the first, where there is none) the last joins them all.
     const int busy = min(int(gridDim.x), max(chunks.last - chunks.first, 1));
-    if (tickets != nullptr && int(blockIdx.x) < busy) {  // the same for all threads of the block
+    if (tickets != nullptr && !is_whole && int(blockIdx.x) < busy) {  // the same for all threads of the block
         __syncthreads();  // the block's own partial results are there
         if (busy > 1) {
             if (thread == 0) {
