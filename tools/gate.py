@@ -100,6 +100,27 @@ FAULTS = (
         "__fadd_rn(__fmul_rn(__fsub_rn(x, m), id), 0.499f)",
         ("tests/kernels/test_kv_append.py::test_blocks_with_ties_zeros_and_tiny_scales",), True,
     ),
+    Fault(
+        "chunks-mixed", "rows whose chunks differ are taken together",
+        "cuda_src/kv/attend_mma.cu",
+        "if (chunk_keys(keys.y - keys.x, n_parts) != chunk) break;", "",
+        ("tests/kernels/test_kv_attend_mma.py::test_rows_whose_chunks_differ",),
+    ),
+    Fault(
+        "reference-of-the-others", "scores of another query of the warp move a query's reference",
+        "cuda_src/common/attend_step.cuh",
+        "    const float old = state.reference;\n    if (highest",
+        "    highest = fmaxf(highest, __shfl_xor_sync(FULL_MASK, highest, 16));\n"
+        "    const float old = state.reference;\n    if (highest",
+        ("tests/kernels/test_kv_attend_mma.py::test_n_rows_are_n_single_rows",),
+    ),
+    Fault(
+        "masked-by-zero", "a masked key looks like a small weight: infinity times 0 spreads",
+        "cuda_src/common/attend_step.cuh",
+        "hide(p[tile], tile, -0.0f);", "hide(p[tile], tile, 0.0f);",
+        ("tests/kernels/test_kv_attend_mma.py"
+         "::test_one_bad_scale_or_minimum_spoils_its_block_only",),
+    ),
     # -- model ------------------------------------------------------------------------------------
     Fault(
         "argmax-ties", "of equal logits the highest id wins",
