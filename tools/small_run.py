@@ -16,7 +16,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from memra_lowlevel import Device, LaunchConfig, formats, launch
 from memra_lowlevel.cache import KvLayer, KvRing, RecurLayer, Recurrent, swa_retain_from
-from memra_lowlevel.kernels import kv_attend, latent_attend, latent_index, registry
+from memra_lowlevel.kernels import (
+    kv_attend,
+    latent_attend,
+    latent_index,
+    registry,
+    speculative,
+)
 from memra_lowlevel.runtime import Stream
 
 PAIRS = [
@@ -74,6 +80,34 @@ def model(device: Device, name: str) -> None:
     demo.add_arguments(parser)
     if demo.run(parser.parse_args(words)):
         raise SystemExit(f"small_run: the demo of {name} failed")
+
+
+def a_round(device: Device, stream: Stream) -> None:
+    """End a round of two drafts as the device does it, outside a loop."""
+    words = {
+        "block": [5, 9, 3, 1, -1, 3, 0, 0], "drafts": [4, 7, 8], "argmax": [7, 1, 2],
+        "state": [0, 9, 0, 20, 60, 60, 0], "target": [20] * 40, "draft": [22] * 3,
+        "end_tokens": [-1], "tokens": [0] * 11, "accepted": [0] * 9,
+    }  # fmt: skip
+    buffers = [device.from_numpy(np.array(w, np.int32), stream) for w in words.values()]
+    speculative.round_advance(stream, *buffers, k=2, n_vocab=50, goes_on=0, lags=0)
+    stream.sync()
+
+
+def two_launches(device: Device, stream: Stream) -> None:
+    """Attend without tickets: the chunks are joined by a kernel of their own."""
+    with closing(KvLayer.allocate(device, 300, 4, 64, check=False)) as layer:
+        rows = random(device, stream, 200, 256)
+        layer.append(stream, rows, rows)
+        q, out = random(device, stream, 2, 8, 64), device.empty((2, 8, 64), np.float32, stream)
+        size = kv_attend.workspace_bytes(device, 2, 8, 64, 300, kernel="simt")
+        layer.advance(stream, 200)
+        kv_attend.attend(
+            stream, q, layer.k, layer.v, out, len_d=layer.len_d, k_format=layer.k_format,
+            v_format=layer.v_format, rows=300, n_kv_heads=4, head_dim=64, counted=True,
+            workspace=device.empty((size // 4,), np.float32, stream), kernel="simt",
+        )  # fmt: skip
+        stream.sync()
 
 
 def tensor_cores(device: Device, stream: Stream) -> None:
@@ -195,6 +229,8 @@ def main() -> int:
     arguments = parser.parse_args()
     with Device(arguments.device) as device, device.stream(name="small") as stream:
         planes(device, stream)
+        a_round(device, stream)
+        two_launches(device, stream)
         convolution(device, stream)
         latent_tensor_cores(device, stream)
         selection(device, stream)

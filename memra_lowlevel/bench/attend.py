@@ -14,6 +14,7 @@ from ..cache.kv_layer import KvLayer
 from ..cache.planes import Lengths, Workspace
 from ..cache.ring import KvRing, swa_ring_rows
 from ..formats import E4M3, F16, Q4_0, Q5_1, Q8_0, Format
+from ..kernels.early import starts_early
 from .clock import n_sets
 from .result import Row
 
@@ -167,17 +168,16 @@ def measure_append(run: Run) -> None:
         with _planes(run, case, n_sets(n_bytes, small=run.small)) as (layers, _):
             rows = [_device_rows(run, n_rows, kv_dim, i) for i in range(len(layers))]
             _appending(run, layers[0], rows[0])()  # loads the kernel
-            samples = run.timed(
-                [_appending(run, la, kv) for la, kv in zip(layers, rows, strict=True)]
-            )
-            row = Row(
-                f"append {n_kv_heads}x{head_dim}, {n_rows} rows, {Q8_0}/{Q5_1}", "us", samples,
-                extra={"bytes": n_bytes},
-            )  # fmt: skip
-            if not run.small:
-                row.floor = run.ceilings.copy_us(n_bytes // 2)
-                row.goal = 1.6 if n_rows <= 16 else round(row.floor / 0.8, 2)
-            run.add(row)
+            for early in (True, False) if starts_early(run.device, True) else (False,):
+                samples = run.timed(
+                    [_appending(run, la, kv, early) for la, kv in zip(layers, rows, strict=True)]
+                )
+                name = f"append {n_kv_heads}x{head_dim}, {n_rows} rows, {Q8_0}/{Q5_1}"
+                row = Row(name + ", starts early" * early, "us", samples, extra={"bytes": n_bytes})
+                if not run.small:
+                    row.floor = run.ceilings.copy_us(n_bytes // 2)
+                    row.goal = 1.6 if n_rows <= 16 else round(row.floor / 0.8, 2)
+                run.add(row)
             for buffer in rows:
                 buffer.close()
 
@@ -285,6 +285,6 @@ def _attending(run: Run, layer: KvLayer, q: Buffer, out: Buffer) -> Callable[[],
     return lambda: layer.attend(run.stream, q, out, programmatic=True)
 
 
-def _appending(run: Run, layer: KvLayer, both: Buffer) -> Callable[[], None]:
+def _appending(run: Run, layer: KvLayer, both: Buffer, early: bool = False) -> Callable[[], None]:
     k, v = _halves(both, both.shape[1])
-    return lambda: layer.append(run.stream, k, v)
+    return lambda: layer.append(run.stream, k, v, programmatic=early)

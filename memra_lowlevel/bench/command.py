@@ -28,6 +28,7 @@ GROUPS = {
     "attend": "attend:measure_attend",
     "rows": "attend:measure_rows",
     "latent": "latent:measure_latent",
+    "recur": "recur:measure_recur",
     "model": "model:measure_model",
     "round": "model:measure_round",
     "layer_kv": "layer_kv:measure_layer_kv",

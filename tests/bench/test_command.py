@@ -14,7 +14,7 @@ from memra_lowlevel.bench.clock import graph_us
 from memra_lowlevel.bench.result import REPOSITORY, Row, load, ratio
 from memra_lowlevel.bench.run import SMALL_NOTE, Run
 
-FAST = ["ceilings", "launch", "replay", "append", "attend", "rows"]
+FAST = ["ceilings", "launch", "replay", "append", "attend", "rows", "recur"]
 
 
 @pytest.fixture(scope="module")
