@@ -152,10 +152,15 @@ class Device(Closing):
         handle = expect.integer("stream_of", handle, 1 if protocol is None else 0, 2**64 - 1)
         return Stream(self.context, name=name, foreign=handle, owner=foreign)
 
-    def event(self, timing: bool = False, name: str | None = None) -> Event:
-        """Make an event; with ``timing`` for :meth:`Event.elapsed_ms`, outside graphs only."""
+    def event(
+        self, timing: bool = False, name: str | None = None, *, blocking: bool = False
+    ) -> Event:
+        """Make an event; with ``timing`` for :meth:`Event.elapsed_ms`, outside graphs only.
+
+        ``blocking``: :meth:`Event.sync` sleeps, and leaves the processor to others.
+        """
         self._check_open()
-        return Event(self.context, timing=timing, name=name)
+        return Event(self.context, timing=timing, blocking=blocking, name=name)
 
     def alloc(self, n_bytes: int, stream: Stream, name: str = "buffer") -> Buffer:
         """Allocate ``n_bytes`` of uninitialised memory as uint8, ordered on ``stream``."""

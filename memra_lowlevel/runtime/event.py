@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Event"]
 
-_NO_TIMING = 2
+_BLOCKING, _NO_TIMING = 1, 2
 
 
 class Event(Owned):
@@ -29,19 +29,31 @@ class Event(Owned):
         Driver handle.
     timing : bool
         Whether it can be used with :meth:`elapsed_ms`; such events are refused inside a capture.
+    blocking : bool
+        Whether :meth:`sync` sleeps instead of asking again and again: later by some microseconds,
+        and at no cost to the processor.
     """
 
     kind = "event"
 
-    def __init__(self, context: Context, *, timing: bool = False, name: str | None = None) -> None:
+    def __init__(
+        self,
+        context: Context,
+        *,
+        timing: bool = False,
+        blocking: bool = False,
+        name: str | None = None,
+    ) -> None:
         driver = context.driver
         expect.name("event", name)
         timing = bool(timing) if isinstance(timing, int) else expect.kind(
             "event: timing", timing, bool, "a bool"
         )  # fmt: skip
+        blocking = expect.kind("event: blocking", blocking, bool, "a bool")
         context.activate()
-        handle = driver.cuEventCreate(0 if timing else _NO_TIMING)
-        self.handle, self.timing = handle, timing
+        flags = (0 if timing else _NO_TIMING) | (_BLOCKING if blocking else 0)
+        handle = driver.cuEventCreate(flags)
+        self.handle, self.timing, self.blocking = handle, timing, blocking
         self._recording: Recording | None = None
         self._clock: dict[int, int] = {}
         self._recorded = False

@@ -118,6 +118,7 @@ class DeviceLoop(Closing):
         self._state, self._tokens, self._accepted = parts
         self._up: PinnedBuffer = device.pinned((kernels.STATE_WORDS,), np.int32)
         self._down: PinnedBuffer = device.pinned((n_words,), np.int32)
+        self._done = device.event(name="device loop", blocking=True)
         kernels.prepare(device)
         self._warm(stream)
         self.exec: GraphExec = self._build(stream)
@@ -155,14 +156,15 @@ class DeviceLoop(Closing):
         self._up.array[:] = (0, n, 0, planes.len, target_end, draft_end, 0)
         self._state.copy_from(stream, self._up)
         self.exec.launch(stream)
-        stream.sync()
+        stream.record(self._done)
+        self._done.sync()  # asleep: the host has nothing to do
         return self._collect(stream, planes.len)
 
     def close(self) -> None:
         """Close the executable graph and the buffers; idempotent."""
         self.exec.close()
-        for buffer in (self._up, self._down, self._arena):
-            buffer.close()
+        for owned in (self._done, self._up, self._down, self._arena):
+            owned.close()
 
     # -- inside -----------------------------------------------------------------------------------
     def _verify(self, stream: Stream) -> None:
