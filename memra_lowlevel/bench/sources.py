@@ -20,7 +20,7 @@ __all__ = ["FAMILIES", "digest_of", "digests", "files_of", "package_digest"]
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
-_LAUNCH = ("native/*.c", "native/launch_*.h", "runtime/launch.py", "runtime/arguments.py")
+_LAUNCH = ("native/launch_*.c", "native/launch_*.h", "runtime/launch.py", "runtime/arguments.py")
 
 FAMILIES: Mapping[str, tuple[str, ...]] = {
     "ceilings": ("cuda:bench/*.cu",),
