@@ -11,8 +11,8 @@
 // terms of a sum into the first four, and any thread may add those. The number of threads decides only
 // who does what: no bit depends on it, nor on the number of rows.
 //
-// Loops over rows and further units are not unrolled: a launch lasts about as long as its code takes
-// to arrive, and most launches are of one row and one unit per thread.
+// Loops over rows and further units are not unrolled: most launches are of one row and one unit per
+// thread.
 //
 // Nothing but shared memory is written before the sums are there, and the first weights of a thread
 // are asked for before the activations can be read: see common/dependent.cuh.
