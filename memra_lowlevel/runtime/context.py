@@ -7,6 +7,7 @@ object made from them; given back when the last of both is gone.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import weakref
 from collections import deque
@@ -191,6 +192,26 @@ class Context:
         if isinstance(error, DriverError) and error.sticky and not self.lost:
             self.lost = str(error)
 
+    def tell(self, error: BaseException | None) -> None:
+        """Raise what a ``close()`` learnt; beside another exception it goes to the log instead."""
+        if error is None:
+            return
+        if sys.exc_info()[1] is None:
+            raise error
+        log.error("%s: work that nobody had waited for failed: %s", self, error)
+
+    def _last_errors(self) -> BaseException | None:
+        """Wait for all work and return its error, which nobody could be told of later."""
+        if lifetime.recordings or self.lost or not self.handle:
+            return None
+        try:
+            self.activate()
+            self.driver.cuCtxSynchronize()
+        except MemraError as error:
+            self.note_error(error)
+            return error
+        return None
+
     def after(self, streams: Iterable[Stream], action: Callable[[], None]) -> None:
         """Run ``action`` once all work now on ``streams`` is done (polled at safe points)."""
         driver, events = self.driver, []
@@ -283,9 +304,16 @@ class Context:
         self.launchers.clear()
         if self.lost:
             return
+        error: BaseException | None = None
         try:
             driver.cuCtxSetCurrent(handle)
-            driver.cuCtxSynchronize()
+            try:
+                driver.cuCtxSynchronize()
+            except MemraError as failed:
+                self.note_error(failed)
+                error = failed
+                if isinstance(failed, DriverError) and failed.sticky:
+                    return
             waiting, self._pending = self._pending, []
             for events, action in waiting:
                 for event in events:
@@ -306,13 +334,16 @@ class Context:
             if self.native is not None:
                 self.native.close()
             driver.cuDevicePrimaryCtxRelease(self.device_handle)
+            self.tell(error)
 
     def drop_user(self) -> None:
-        """One Device less."""
+        """One Device less; the last one waits for the work, and is told how it went."""
         with _registry_lock:
             self.users -= 1
         if self.users == 0:
+            error = self._last_errors()
             self.reap()
+            self.tell(error)
 
 
 _registry: dict[tuple[str, int], Context] = {}

@@ -263,7 +263,12 @@ class Device(Closing):
         return lifetime.census(self.context)
 
     def close(self) -> None:
-        """End the use of this object; idempotent."""
+        """End the use of this object; idempotent.
+
+        The last open one of its spec waits for all work and raises the error of what nobody
+        had waited for; while another exception is under way, the logger ``memra_lowlevel``
+        reports it instead (on stderr unless configured).
+        """
         if not self._closed and self._owns:
             self._closed = True
             self.context.drop_user()

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 from .. import expect, native
 from ..driver.table import CaptureMode
 from ..driver.trace import caller
-from ..errors import ArgumentError, CaptureForbidden
+from ..errors import ArgumentError, CaptureForbidden, MemraError
+from . import lifetime
 from .event import Event
 from .lifetime import Owned
 from .recording import Recording, forbid
 
 if TYPE_CHECKING:
+    from ..graph import Graph  # the type that capture() gives; for type checkers only
     from .context import Context
     from .device import Device
 
@@ -61,6 +63,7 @@ class Stream(Owned):
         self.handle, self.priority = handle, priority
         self.recording: Recording | None = None
         self._owner = owner
+        self._shared = foreign is not None  # other libraries may use it
         gate = context.native
         self.cell: Any = None
         if gate is not None:
@@ -183,10 +186,36 @@ class Stream(Owned):
             native.note_seen(self.cell, mark)
         return done
 
+    def close(self) -> None:
+        """Give the stream back without waiting; its work goes on. Idempotent.
+
+        What the driver already knows of a failure that nobody waited for is raised, once the
+        stream is closed; while another exception is under way, the logger ``memra_lowlevel``
+        reports it. Failures that come later are told at the next synchronisation, or by the
+        close of the last :class:`Device`.
+        """
+        error = None if self.closed else self._known_error()
+        super().close()
+        self.context.tell(error)
+
+    def _known_error(self) -> BaseException | None:
+        """Ask for errors of unseen work; never of a stream that others may be capturing."""
+        if self._shared or (self.cell is not None and self.cell.issued == self.cell.seen):
+            return None
+        if lifetime.recordings or self.context.lost or not self.context.handle:
+            return None
+        try:
+            self.context.ensure()
+            self.context.driver.cuStreamQuery(self.handle)
+        except MemraError as error:
+            self.context.note_error(error)
+            return error
+        return None
+
     # -- capture ----------------------------------------------------------------------------------
     def capture(
         self, name: str = "graph", mode: CaptureMode = CaptureMode.THREAD_LOCAL
-    ) -> AbstractContextManager[Any]:
+    ) -> AbstractContextManager[Graph]:
         """Record the work issued in the ``with`` block into a graph instead of running it.
 
         Returns
@@ -196,7 +225,7 @@ class Stream(Owned):
         """
         # The one door upwards: captures belong to the graph layer, which imports this one.
         graph_layer = importlib.import_module("memra_lowlevel.graph.capture")
-        manager: AbstractContextManager[Any] = graph_layer.Capture(self, name, mode)
+        manager: AbstractContextManager[Graph] = graph_layer.Capture(self, name, mode)
         return manager
 
     def __cuda_stream__(self) -> tuple[int, int]:
@@ -210,6 +239,7 @@ class Stream(Owned):
                 got="host",
             )
         self._check_open()
+        self._shared = True
         if self.cell is not None:
             self.cell.shared = 1
         return 0, self.handle
