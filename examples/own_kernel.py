@@ -1,8 +1,9 @@
 """A kernel of one's own: compile, launch, check; then three planted faults and their reports.
 
 ``python -m memra_lowlevel.examples.own_kernel``. The second half needs no GPU: on the host device
-bounds and barriers are always checked, races and uninitialised reads where the kernel was compiled
-for it (``CompileOptions(check=True)``, or ``host_options(check=True)`` for all kernels).
+divergent barriers and accesses that reach a page outside their allocation are always found. Bounds
+to the byte, those of shared arrays, races and uninitialised reads are found where the kernel was
+compiled for it (``CompileOptions(check=True)``, or ``host_options(check=True)`` for all kernels).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from types import ModuleType
 
 from ...errors import CompilerNotFound
 
-__all__ = ["alloc", "free", "note_write", "room"]
+__all__ = ["alloc", "free", "note_write", "room", "track"]
 
 _PAGE = mmap.PAGESIZE
 _PROT_NONE, _PROT_RW = 0, 3
@@ -65,6 +65,13 @@ def room() -> int:
         return sys.maxsize
     available = int(found[1]) << 10
     return max(0, available - max(available // 16, 256 << 20))
+
+
+def track() -> None:
+    """Let memory from now on be known as uninitialised until somebody writes it."""
+    backend = _backend()
+    if backend is not None:
+        backend.enable_check()
 
 
 def alloc(n_bytes: int) -> int:

@@ -172,6 +172,8 @@ class HostMemory(HostState):
                 "CUDA_ERROR_OUT_OF_MEMORY", call,
                 f"{n} bytes asked for, this machine has {room} bytes left",
             )  # fmt: skip
+        if current_options().check:
+            guarded.track()  # not only once a checked kernel is loaded: this block is read then
         try:
             ptr = guarded.alloc(n)
         except MemoryError as error:

@@ -30,11 +30,18 @@ class HostOptions:
     workers : int
         Operating-system threads that run the blocks of a kernel.
     check : bool
-        Kernels that are compiled from then on report races and reads of memory that nobody
-        wrote (they are several times slower), and freed stream-ordered memory is never reused, so
-        that a late access is found. Kernels that a device has loaded stay as they are: set this
-        before the first ``Device``. Accesses out of bounds and divergent barriers are reported
-        always. For one kernel of your own, ``CompileOptions(check=True)``.
+        Kernels that are compiled from then on report races, reads of memory that nobody wrote,
+        accesses one byte or more outside an allocation, and indices outside a ``__shared__`` array
+        (they are several times slower); freed stream-ordered memory is never reused, so that a
+        late access is found. Memory allocated before counts as written, and kernels that a device
+        has loaded stay as they are: set this before the first ``Device``. For one kernel of your
+        own, ``CompileOptions(check=True)``; memory counts as unwritten then from its loading on.
+
+        Without it are reported: divergent barriers, and what touches a page outside an allocation.
+        That is all that lies behind its end, but for up to 15 bytes where its size is no multiple
+        of 16, and before its begin what is further than the rest of its page; stray writes nearer
+        than that are found when the memory is given back to the system. No mode knows a view or a
+        slice of an arena from the allocation that it lies in.
     n_devices : int
         Number of host devices; read when the driver is made.
     memory_bytes : int

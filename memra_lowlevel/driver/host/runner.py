@@ -173,6 +173,7 @@ def live_bytes() -> int:
 def enable_check() -> None:
     """Track which bytes are initialised, for memory that is allocated from now on.
 
+    Loading a checked module calls it; so does allocating while ``host_options(check=True)`` holds.
     Memory that is older counts as initialised. A launch without ``check`` in between does not write
     where the tracking can see it, so it makes all memory of that time count as initialised.
 

@@ -1,0 +1,72 @@
+"""What the host device finds always, and what only ``host_options(check=True)``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from memra_lowlevel import Device, LaunchConfig, compile_source, errors, launch
+from memra_lowlevel.driver.host import host_options
+
+SOURCE = '#include "common/device.cuh"\nKERNEL void put(float* y, int32_t i) { y[i] = 7.0f; }\n'
+EARLY = r"""
+import numpy as np
+from memra_lowlevel import Device, LaunchConfig, compile_source, errors, launch
+from memra_lowlevel.driver.host import host_options
+
+SOURCE = '''#include "common/device.cuh"
+KERNEL void copy(const float* x, float* y) { y[threadIdx.x] = x[threadIdx.x]; }
+'''
+with host_options(check=True), Device("host") as device, device.stream() as stream:
+    early = device.empty(64, np.float32, stream)
+    written = device.zeros(64, np.float32, stream)
+    y = device.zeros(64, np.float32, stream)
+    copy = device.module(compile_source(SOURCE, arch="host", name="copy.cu")).kernel("copy")
+    launch(stream, LaunchConfig(1, 64), copy, written, y)
+    stream.sync()
+    launch(stream, LaunchConfig(1, 64), copy, early, y)
+    try:
+        stream.sync()
+        print("silent")
+    except errors.UninitialisedRead as error:
+        print("found")
+"""
+
+
+def test_memory_from_before_the_first_checked_kernel_is_known() -> None:
+    """In a process of its own: tracking that another test began would hide a late begin."""
+    done = subprocess.run(
+        [sys.executable, "-c", EARLY], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.stdout, done.stderr) == ("found\n", "")
+
+
+@pytest.mark.parametrize(
+    ("n", "index", "check", "found"),
+    [
+        (64, 64, False, "at once"),
+        (3, 4, False, "at once"),
+        (64, -2000, False, "at once"),
+        (3, 3, False, "when given back"),
+        (64, -1, False, "when given back"),
+        (3, 3, True, "at once"),
+        (64, -1, True, "at once"),
+    ],
+)
+def test_bounds(n: int, index: int, check: bool, found: str) -> None:
+    with host_options(check=check), Device("host:2") as device, device.stream() as stream:
+        put = device.module(compile_source(SOURCE, arch="host", name="put.cu")).kernel("put")
+        y = device.zeros(n, np.float32, stream)
+        launch(stream, LaunchConfig(1, 1), put, y, index)
+        if found == "at once":
+            with pytest.raises(errors.OutOfBounds):
+                stream.sync()
+            y.close()
+            return
+        stream.sync()
+        y.close()
+        with pytest.raises(errors.OutOfBounds, match="right beside"):
+            device.trim()
