@@ -16,7 +16,7 @@ What was chosen is part of every result (:attr:`CompiledImage.rung`) and never s
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ..errors import ArchUnsupported
@@ -27,6 +27,7 @@ __all__ = [
     "Arch",
     "Target",
     "device_arch",
+    "of_devices",
     "parse",
     "relatives",
     "resolve",
@@ -36,6 +37,9 @@ HOST = "host"
 
 DEFAULT_ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 """Architectures that the kernels are built and budgeted for."""
+
+of_devices: set[str] = set()
+"""Architectures of the devices that this process opened: those exist, whatever the table knows."""
 
 # Oldest member first. A cubin runs on later members of its group: within a major version on a
 # minor version that is not lower, embedded parts excepted; the groups from 10.0 on have an
@@ -130,6 +134,7 @@ def resolve(
     *,
     compiler: str = "the compiler",
     families: bool = True,
+    devices: Collection[str] = (),
 ) -> Target:
     """Choose what to compile so that the result runs on ``want``.
 
@@ -143,12 +148,15 @@ def resolve(
         Its name, for messages.
     families : bool
         Whether the compiler knows the ``f`` targets.
+    devices : collection of str
+        Architectures that are known to exist.
 
     Raises
     ------
     ArchUnsupported
-        For a malformed name, an architecture older than the compiler's oldest, and an ``a`` or
-        ``f`` variant that the compiler does not know (there is nothing to fall back on).
+        For a malformed name, an architecture older than the compiler's oldest, one newer than all
+        that compiler and library know (unless a device has it), and an ``a`` or ``f`` variant that
+        the compiler does not know (there is nothing to fall back on).
     """
     if want == HOST:
         return Target(want, HOST, "host", "host")
@@ -162,6 +170,15 @@ def resolve(
         raise ArchUnsupported(
             f"{compiler} cannot compile for {want}; it knows {', '.join(have) or 'nothing'}. "
             "Install another NVRTC, or use cubins built elsewhere (tools/build_cubins.py)",
+            want=want,
+            have=have,
+        )
+    newest = max(*supported, *(n for family in _FAMILIES for n in family))
+    if arch.number > newest and f"sm_{arch.number}" not in devices:
+        raise ArchUnsupported(
+            f"{want} is newer than all that {compiler} and this library know (up to {newest}), and "
+            f"no open device has it. Open its device first and use device.arch, or ask for PTX: "
+            f"compute_{max(supported)}",
             want=want,
             have=have,
         )

@@ -76,7 +76,9 @@ def compile_source(
         there (``__global__``, ``threadIdx``, ``atomicAdd``, fixed-width integers, ``NULLABLE`` …)
         and is harmless for GPUs. C++'s and CUDA's own headers are not available.
     arch : str
-        ``"sm_90"`` …, ``"host"``; a device's own is ``device.arch``.
+        ``"sm_90"`` …, ``"host"``; a device's own is ``device.arch``. What the compiler does not
+        know becomes code for an older member of its family, or PTX, with a line in the log
+        (``image.rung``); a number newer than all known is refused unless an open device has it.
     name : str
         Name for messages.
     name_expressions : iterable of str
@@ -221,7 +223,7 @@ def _compile(
     if arch == archs.HOST:
         return _compile_host(text, closure, names, defines, folders, chosen)
     compiler = nvrtc.library()
-    target = archs.resolve(arch, compiler.archs, compiler=compiler.name, families=compiler.families)
+    target = _target(arch, compiler)
     _tell(target)
     key = cache_key(compiler, target.arch, flags, closure, names)
 
@@ -241,6 +243,16 @@ def _compile(
         image = replace(image, want=target.want, rung=target.rung)
         _memory[key] = image
         return image
+
+
+def _target(arch: str, compiler: nvrtc.Library) -> archs.Target:
+    return archs.resolve(
+        arch,
+        compiler.archs,
+        compiler=compiler.name,
+        families=compiler.families,
+        devices=archs.of_devices,
+    )
 
 
 def _ready(
@@ -280,7 +292,7 @@ def _made_before(
     cache: bool | KernelCache,
 ) -> CompiledImage | None:
     """Look up what this compiler made, without loading it."""
-    target = archs.resolve(arch, compiler.archs, compiler=compiler.name, families=compiler.families)
+    target = _target(arch, compiler)
     key = cache_key(compiler, target.arch, flags, closure, names)
     image = _memory.get(key)
     if image is not None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .. import native
+from ..compile.arch import of_devices
 from ..driver.table import DeviceAttribute as A
 from ..driver.table import Driver
 from ..driver.trace import TraceEntry
@@ -111,6 +112,7 @@ class Context:
         else:
             major, minor = attr(A.COMPUTE_CAPABILITY_MAJOR), attr(A.COMPUTE_CAPABILITY_MINOR)
             self.arch = f"sm_{major}{minor}"
+            of_devices.add(self.arch)
         shared = attr(A.MAX_SHARED_MEMORY_PER_BLOCK)
         self.limits = Limits(
             grid=(attr(A.MAX_GRID_DIM_X), attr(A.MAX_GRID_DIM_Y), attr(A.MAX_GRID_DIM_Z)),

@@ -6,6 +6,9 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from ..compile import CompiledImage, Kernel, Module
+from ..compile.arch import HOST
+from ..driver.trace import caller
+from ..errors import ArchUnsupported
 from .recording import forbid
 
 if TYPE_CHECKING:
@@ -22,6 +25,13 @@ class LoadedModule(Module):
 
     def __init__(self, context: Context, image: CompiledImage) -> None:
         forbid("cuModuleLoadData", what=f"module {image.name!r}")
+        if (image.kind == "host") != (context.arch == HOST):
+            raise ArchUnsupported(
+                f"module {image.name!r}: the image is for {image.arch}, device {context} needs "
+                f"{context.arch!r} (from {caller()}). Compile with arch=device.arch.",
+                want=context.arch,
+                have=(image.arch,),
+            )
         context.activate()
         super().__init__(context.driver, context.handle, image)
         self.context = context

@@ -28,7 +28,7 @@ OLD = (75, 80, 86, 89, 90, 100)
     ],
 )
 def test_ladder(want: str, have: tuple[int, ...], families: bool, got: tuple[str, ...]) -> None:
-    target = arch.resolve(want, have, families=families)
+    target = arch.resolve(want, have, families=families, devices={"sm_150"})
     assert (target.arch, target.rung, target.kind) == got
     assert bool(target.reason) == (target.rung in ("family", "ptx"))
 
@@ -40,6 +40,13 @@ def test_refused(want: str) -> None:
     with pytest.raises(ArchUnsupported) as caught:
         arch.resolve(want, (75, 80, 90, 100), compiler="NVRTC 12.9")
     assert caught.value.want == want
+
+
+@pytest.mark.parametrize("want", ["sm_150", "compute_150", "sm_999"])
+def test_newer_than_all_known_is_refused_unless_a_device_has_it(want: str) -> None:
+    with pytest.raises(ArchUnsupported, match=r"no open device has it.*compute_121"):
+        arch.resolve(want, TWELVE, devices={"sm_90"})
+    assert arch.resolve("sm_150", (*TWELVE, 160)).rung == "ptx"  # the compiler is newer still
 
 
 def test_variants_never_fall_back() -> None:
