@@ -184,6 +184,34 @@ def test_what_was_prepared_serves_a_capture(rig):
         assert len(rig.device.memo) == loaded
 
 
+def test_a_replay_equals_eager_launches(rig):
+    """Captured once, replayed at other lengths by the device's counter."""
+    rng, heads, rank, capacity = np.random.default_rng(5), 20, 128, 200
+    q, rows = normal(rng, 2, heads, rank), normal(rng, capacity, rank)
+    size = latent_attend.workspace_bytes(2, heads, rank, capacity, 0, "f16x2")
+    queries, plane = rig.up(q), rig.up(rows).view(0, (rows.nbytes,), np.uint8)
+    workspace, length = rig.poisoned((size // 4,)), rig.word(0)
+    outs = [rig.poisoned(q.shape) for _ in range(2)]
+
+    def attend(out):
+        latent_attend.attend(
+            rig.stream, queries, plane, out, len_d=length, rows=capacity, workspace=workspace,
+            scale=0.1, numeric="f16x2",
+        )  # fmt: skip
+
+    attend(outs[0])
+    with rig.stream.capture("latent") as graph:
+        attend(outs[1])
+    with graph.instantiate() as step:
+        for n in (0, 15, 120, 198):
+            length.copy_from(rig.stream, np.array([n], i32))
+            attend(outs[0])
+            step.launch(rig.stream)
+            eager, replayed = (rig.down(out) for out in outs)
+            assert same(eager, replayed)
+            assert error(eager, oracle.attend(q, rows, n, rank, 0.1)) <= LIMIT
+
+
 def test_shared_memory_of_the_wrapper_is_that_of_the_kernel():
     for rank, rope, shape in (
         (512, 64, Shape(4, 1, 2, 8)), (512, 0, Shape(2, 0, 3, 16)), (128, 0, Shape(1, 1, 5, 16)),
