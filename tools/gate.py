@@ -101,6 +101,18 @@ FAULTS = (
         ("tests/kernels/test_kv_append.py::test_blocks_with_ties_zeros_and_tiny_scales",), True,
     ),
     Fault(
+        "joined-too-soon", "the first block joins the chunks, not the last",
+        "cuda_src/kv/attend.cu",
+        "== uint32_t(busy - 1);", "== 0u;",
+        ("tests/kernels/test_kv_attend.py::test_one_launch_equals_two",),
+    ),
+    Fault(
+        "lag-forgotten", "a round on the device does not feed the draft what it has not seen",
+        "cuda_src/speculative/loop.cu",
+        "const bool lag = n == k;", "const bool lag = false;",
+        ("tests/speculative/test_loop.py::test_equals_plain_greedy_in_one_launch",), True,
+    ),
+    Fault(
         "chunks-mixed", "rows whose chunks differ are taken together",
         "cuda_src/kv/attend_mma.cu",
         "if (chunk_keys(keys.y - keys.x, n_parts) != chunk) break;", "",
