@@ -40,8 +40,8 @@ def check_machine() -> None:
             "Python's venv module is missing (Debian and Ubuntu ship it apart). "
             "Install it: apt-get install python3-venv"
         )
-    compilers = [os.environ.get("CXX"), "c++", "g++", "clang++"]
-    if not any(c and shutil.which(c) for c in compilers):
+    named = os.environ.get("CXX", "").split()[:1]
+    if not any(map(shutil.which, named or ["c++", "g++", "clang++"])):
         print(
             "run.py: no C++ compiler found (CXX, c++, g++, clang++). The host device needs one: "
             "apt-get install g++, or pip install ziglang into .venv. Going on without.",

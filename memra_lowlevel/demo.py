@@ -126,8 +126,8 @@ def engine(name: str = "smollm2") -> ModuleType:
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("memra_lowlevel.examples"):
             raise ModelError(
-                f"the engine needs the package {error.name!r}: install the demo extra, "
-                "pip install 'memra-lowlevel[demo]'"
+                f"the engine needs the package {error.name!r}: install what the demo needs, "
+                "pip install 'gguf==0.19.0' regex"
             ) from error
     examples = Path(__file__).resolve().parent.parent / "examples"
     if not (examples / name / "__init__.py").is_file():
@@ -141,8 +141,8 @@ def engine(name: str = "smollm2") -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ModelError(
-            f"the engine needs the package {error.name!r}: install the demo extra, "
-            "pip install 'memra-lowlevel[demo]'"
+            f"the engine needs the package {error.name!r}: install what the demo needs, "
+            "pip install 'gguf==0.19.0' regex"
         ) from error
 
 

@@ -159,7 +159,7 @@ class BpeTokenizer(Tokenizer):
         except ImportError as error:
             raise ModelError(
                 "This vocabulary needs the package regex, which is not installed. "
-                "Install the extra: pip install 'memra-lowlevel[demo]', or use --model tiny."
+                "Install it: pip install 'gguf==0.19.0' regex, or use --model tiny."
             ) from error
         try:
             self._read(vocabulary, regex)

@@ -160,7 +160,7 @@ def check_installed(*packages: str) -> None:
         except ImportError as error:
             raise ModelError(
                 f"Reading this model needs the package {package}, which is not installed "
-                f"({error}). Install the extra, pip install 'memra-lowlevel[demo]', "
+                f"({error}). Install it, pip install 'gguf==0.19.0' regex, "
                 "or use --model tiny."
             ) from error
 

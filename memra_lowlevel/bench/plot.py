@@ -25,9 +25,7 @@ def check_installed() -> None:
     ArgumentError
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ArgumentError(
-            "bench --plot needs matplotlib: pip install 'memra-lowlevel[plot]'", name="plot"
-        )
+        raise ArgumentError("bench --plot needs matplotlib: pip install matplotlib", name="plot")
 
 
 def series(rows: Iterable[Row]) -> dict[str, list[Row]]:

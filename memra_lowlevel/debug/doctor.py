@@ -58,6 +58,7 @@ def examine() -> Report:
         _pair(by["driver"].data.get("version")),
         _pair(by["nvrtc"].data.get("version")),
         _pair(by["bindings"].data.get("version")),
+        host=by["host device"].state == "ok",
     )
     devices = by["devices"].data.get("devices") or []
     if devices and by["bindings"].state != "missing":
@@ -73,6 +74,8 @@ def verdict(
     driver: tuple[int, int] | None,
     nvrtc: tuple[int, int] | None,
     bindings: tuple[int, int] | None,
+    *,
+    host: bool = True,
 ) -> tuple[bool, str]:
     """Whether driver, NVRTC and bindings fit together, and the sentence that says so."""
 
@@ -81,12 +84,12 @@ def verdict(
 
     head = f"driver {show(driver)}, NVRTC {show(nvrtc)}, bindings {show(bindings)}: "
     if driver is None:
-        tail = (
-            "no CUDA driver, so kernels run on the host device; kernels for GPUs can be compiled"
-            if nvrtc and bindings
-            else "no CUDA driver, so kernels run on the host device only"
-        )
-        return True, head + tail
+        can_compile = bool(nvrtc and bindings)
+        if host:
+            tail = "no CUDA driver, so kernels run on the host device" + " only" * (not can_compile)
+        else:
+            tail = "no CUDA driver and no host device, so no kernel can run here"
+        return host, head + tail + "; kernels for GPUs can be compiled" * can_compile
     pins = f"pip install 'cuda-python=={driver[0]}.*' " + (
         "'nvidia-cuda-nvrtc-cu12==12.9.*'" if driver[0] == 12 else "nvidia-cuda-nvrtc"
     )

@@ -32,12 +32,16 @@ DOORS: Mapping[str, str] = {
     "MEMRA_GEMMA_GKV": "formats of global planes",
     "MEMRA_GEMMA_WKV": "formats of windowed planes",
     "MEMRA_DRAFT": "a draft model shares the cache",
+    "MEMRA_RECORD_JOBS": "folder where processes note what they compile",
     "CMF_KV": "storage of LayerKvCache",
+    "CMF_O1": "layers of LayerKvCache with bounded memory",
     "CXX": "C++ compiler of the host device",
     "CUDA_VISIBLE_DEVICES": "devices that the driver shows",
     "XDG_CACHE_HOME": "parent of the default cache folder",
 }
 """Environment variables that the library, or what it stands on, reads."""
+
+_WITHOUT_GPU = "Device() takes the host device, if it can be built"
 
 _REFUSALS = {
     100: "the driver is here but sees no device (check CUDA_VISIBLE_DEVICES, and /dev/nvidia* in "
@@ -162,7 +166,7 @@ def _bindings() -> Probe:
             "bindings",
             "missing",
             f"cuda.bindings cannot be imported ({error})",
-            "no GPU and no NVRTC without them; the host device works. "
+            "no GPU and no NVRTC without them; the host device needs neither. "
             "pip install 'cuda-python==12.9.*'",
         )
     return Probe("bindings", "ok", f"cuda.bindings {version}", "", {"version": version})
@@ -178,8 +182,8 @@ def _nvrtc() -> Probe:
             "nvrtc",
             "missing",
             str(error).split(". ")[0],
-            "kernels for GPUs cannot be compiled here; the host device and ready-made kernels "
-            "(MEMRA_CUBINS) work. pip install 'nvidia-cuda-nvrtc-cu12==12.9.*'",
+            "kernels for GPUs cannot be compiled here; ready-made kernels (MEMRA_CUBINS) load, and "
+            "the host device needs no NVRTC. pip install 'nvidia-cuda-nvrtc-cu12==12.9.*'",
         )
     version = f"{library.version[0]}.{library.version[1]}"
     archs = [f"sm_{n}" for n in library.archs]
@@ -195,8 +199,8 @@ def _driver() -> Probe:
             "driver",
             "missing",
             "libcuda.so.1 cannot be loaded",
-            "no GPU can be used; the host device runs every kernel. Install NVIDIA's driver, or "
-            "start the container with --gpus all",
+            "no GPU can be used, only the host device, if it can be built. Install NVIDIA's driver, "
+            "or start the container with --gpus all",
         )
     number = ctypes.c_int()
     cuda.cuDriverGetVersion(ctypes.byref(number))
@@ -211,14 +215,14 @@ def _driver() -> Probe:
 def _devices() -> Probe:
     cuda = _libcuda()
     if cuda is None:
-        return Probe("devices", "missing", "no GPU (no driver)", "Device() takes the host device")
+        return Probe("devices", "missing", "no GPU (no driver)", _WITHOUT_GPU)
     code = int(cuda.cuInit(0))
     count = ctypes.c_int()
     if code == 0:
         cuda.cuDeviceGetCount(ctypes.byref(count))
     if code or not count.value:
         why = _REFUSALS.get(code or 100, f"cuInit answers {code}")
-        return Probe("devices", "missing", "no GPU", f"{why}. Device() takes the host device")
+        return Probe("devices", "missing", "no GPU", f"{why}. {_WITHOUT_GPU}")
     devices = [_device(cuda, i) for i in range(count.value)]
     text = "; ".join(
         f"cuda:{i} {d['name']} {d['arch']} {d['total_bytes'] / 2**30:.0f} GiB"
@@ -293,7 +297,7 @@ def _model() -> Probe:
             "model",
             "missing",
             "gguf is not installed",
-            "the demo reads its model with it: pip install 'memra-lowlevel[demo]'",
+            "the demo reads its model with it: pip install 'gguf==0.19.0' regex",
             data,
         )
     there = ", ".join(f.name for f in files) or "no model fetched yet (the demo fetches one)"

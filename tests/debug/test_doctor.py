@@ -91,7 +91,11 @@ def test_missing_compiler_and_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert by["host device"].state == "missing"
     assert by["nvrtc"].found == "the NVRTC library cannot be loaded (x)"
     if by["devices"].state == "missing":
-        assert report.device.startswith("none")
+        assert report.device.startswith("none") and not report.fits
+        assert "no kernel can run here" in report.verdict
+        told = " ".join([report.verdict, *(p.advice for p in report.probes)])
+        for untrue in ("run on the host device", "host device works", "takes the host device."):
+            assert untrue not in told
 
 
 def test_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +116,7 @@ def test_doors_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_door_of_the_package_is_known() -> None:
     """Names that the sources read from the environment, against the table."""
-    pattern = re.compile(r"""["'](MEMRA_[A-Z0-9_]+|CMF_[A-Z_]+)["']""")
+    pattern = re.compile(r"""["'](MEMRA_[A-Z0-9_]+|CMF_[A-Z0-9_]+)["']""")
     used = {
         name
         for path in PACKAGE.rglob("*.py")
@@ -120,6 +124,8 @@ def test_every_door_of_the_package_is_known() -> None:
         if "environ" in path.read_text() or "getenv" in path.read_text()
     }
     assert used - set(DOORS) == set()
+    names = (PACKAGE.parent / "docs" / "names.md").read_text()
+    assert {name for name in used if f"`{name}`" not in names} == set()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -49,13 +48,13 @@ def test_a_compiler_that_makes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path
         build.run_compiler(compiler, ["-o", str(tmp_path / "out.so")])
 
 
-def test_a_cxx_that_is_passed_over_is_told(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_named_compiler_is_never_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
-    with caplog.at_level(logging.WARNING):
-        assert build.find_compiler().command != (str(tmp_path / "nothing"),)
-    assert "nothing" in caplog.text and "cannot be used" in caplog.text
+    for cxx in (str(tmp_path / "nothing"), "false"):
+        monkeypatch.setenv("CXX", cxx)
+        with pytest.raises(CompilerNotFound, match=f"CXX={cxx} cannot be used .*unset it"):
+            build.find_compiler()
 
 
 def test_a_prompt_that_is_no_text() -> None:

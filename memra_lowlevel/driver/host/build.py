@@ -75,12 +75,15 @@ class Compiler:
 
 
 def find_compiler() -> Compiler:
-    """Find a C++ compiler: ``$CXX``, ``c++``, ``g++``, ``clang++``, else the ``ziglang`` wheel.
+    """Find a C++ compiler: ``$CXX`` where it is set, else the first that there is.
+
+    Those are ``c++``, ``g++``, ``clang++`` and the ``ziglang`` wheel. A compiler that was named is
+    never replaced by another.
 
     Raises
     ------
     CompilerNotFound
-        None works; the message lists what was tried.
+        None works, or not the one in ``CXX``; the message lists what was tried.
     """
     return _find_compiler(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
 
@@ -90,8 +93,9 @@ def _find_compiler(cxx: str, path: str) -> Compiler:
     candidates: list[tuple[str, ...]] = []
     if cxx.strip():
         candidates.append(tuple(shlex.split(cxx)))
-    candidates += [("c++",), ("g++",), ("clang++",)]
-    if importlib.util.find_spec("ziglang") is not None:
+    else:
+        candidates += [("c++",), ("g++",), ("clang++",)]
+    if not cxx.strip() and importlib.util.find_spec("ziglang") is not None:
         candidates.append((sys.executable, "-m", "ziglang", "c++"))
     tried = []
     for command in candidates:
@@ -113,12 +117,15 @@ def _find_compiler(cxx: str, path: str) -> Compiler:
             "zig" if "ziglang" in command or "zig" in command[0] else
             "clang" if "clang" in text else "gcc"
         )  # fmt: skip
-        if tried and cxx.strip():
-            log.warning("CXX=%s cannot be used (%s); using %s", cxx, tried[0], command[0])
         return Compiler(command, kind, text.strip().splitlines()[0])
+    if cxx.strip():
+        raise CompilerNotFound(
+            f"CXX={cxx} cannot be used ({tried[0]}). Name another C++ compiler in CXX, or "
+            "unset it: then c++, g++, clang++ and the ziglang wheel are tried"
+        )
     raise CompilerNotFound(
         "no C++ compiler for the host device. Install one (Debian: apt install g++; or pip install "
-        "'memra-lowlevel[host]', which brings zig), or name one in CXX. Tried: " + "; ".join(tried)
+        "ziglang), or name one in CXX. Tried: " + "; ".join(tried)
     )
 
 
