@@ -73,8 +73,13 @@ def compile_source(
     source : str
         CUDA C++; ``#include "common/…"`` finds the library's own headers. For the host device a
         kernel needs ``#include "common/device.cuh"``, which stands for CUDA's built-in names
-        there (``__global__``, ``threadIdx``, ``atomicAdd``, fixed-width integers, ``NULLABLE`` …)
-        and is harmless for GPUs. C++'s and CUDA's own headers are not available.
+        there (``__global__``, ``threadIdx``, ``atomicAdd``, fixed-width integers …) and is
+        harmless for GPUs. Of its own names three matter to an author: ``KERNEL`` is
+        ``extern "C" __global__``; ``DYN_SMEM(float, s);`` in a function is the dynamic shared
+        memory, ``LaunchConfig(shared_bytes=…)``, as a ``float* s`` (``extern __shared__ float
+        s[];`` is understood too, on the host device in function bodies of the source itself);
+        ``NULLABLE`` marks a pointer that may be None. C++'s and CUDA's own headers do not exist on
+        a GPU. The host device does not refuse them: keep them out of what is to run on both.
     arch : str
         ``"sm_90"`` …, ``"host"``; a device's own is ``device.arch``. What the compiler does not
         know becomes code for an older member of its family, or PTX, with a line in the log

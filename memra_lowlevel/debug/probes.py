@@ -199,8 +199,8 @@ def _driver() -> Probe:
             "driver",
             "missing",
             "libcuda.so.1 cannot be loaded",
-            "no GPU can be used, only the host device, if it can be built. Install NVIDIA's driver, "
-            "or start the container with --gpus all",
+            "no GPU can be used, only the host device, if it can be built. Install NVIDIA's "
+            "driver, or start the container with --gpus all",
         )
     number = ctypes.c_int()
     cuda.cuDriverGetVersion(ctypes.byref(number))

@@ -92,6 +92,7 @@ def compile_host(
     CompileError, HeaderNotFound, CompilerNotFound
     """
     compiler = find_compiler()
+    path: Path | None = None
     if isinstance(source, Path) or "\n" not in source:
         path = Path(source).resolve()
         try:
@@ -104,6 +105,10 @@ def compile_host(
         text, folder = source, Path.cwd()
         head = f'#line 1 "{name}"\n{source}\n'
     folders = [Path(d).resolve() for d in include_dirs]
+    translated = dynamic_shared(text)
+    if translated != text:
+        named = name if path is None else str(path)
+        head = f'#line 1 "{named}"\n{translated}\n'
     names = list(dict.fromkeys([*plain_kernels(text), *name_expressions]))
     flags = [*_flags(compiler, check, sanitize), *_define_flags(defines or {})]
     runtime = runtime_library(check, sanitize)
@@ -119,7 +124,8 @@ def compile_host(
     def make(out: Path) -> None:
         unit_path = out.with_suffix(".cpp")
         object_path = out.with_suffix(".o")
-        search = [f"-I{d}" for d in (*folders, RUNTIME)]
+        own = ["-iquote", str(path.parent)] if path is not None else []
+        search = [*own, *(f"-I{d}" for d in (*folders, RUNTIME))]
         try:
             unit_path.write_text(unit, encoding="utf-8")
             run_compiler(
@@ -140,9 +146,15 @@ def compile_host(
             object_path.unlink(missing_ok=True)
 
     try:
-        path = publish(key, make)
+        library = publish(key, make)
     except CompileError as error:
-        if head.startswith("#line"):  # the compiler had no file to quote from
+        if _EXTERN_SHARED.search(_strip(translated)) or any(
+            _EXTERN_SHARED.search(_strip(file.read_text(encoding="utf-8")))
+            for file in _closure(text, folder, folders)
+            if RUNTIME not in file.parents and file.name != "device.cuh"
+        ):
+            error.args = (f"{error}. {_USE_DYN_SMEM}", *error.args[1:])
+        if path is None:  # the compiler had no file to quote from
             lines = ["", *text.splitlines()]
             error.diagnostics = tuple(
                 replace(d, source_line=lines[d.line])
@@ -151,7 +163,7 @@ def compile_host(
                 for d in error.diagnostics
             )
         raise
-    return HostImage(path, {n: n for n in names}, check, sanitize)
+    return HostImage(library, {n: n for n in names}, check, sanitize)
 
 
 def _flags(compiler: Compiler, check: bool, sanitize: Sanitizer | None) -> list[str]:
@@ -222,6 +234,49 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.M)
 
 def _strip(text: str) -> str:
     return _COMMENT.sub(lambda m: m.group(1) or " ", text)
+
+
+_EXTERN_SHARED = re.compile(r"\bextern\s+__shared__\b")
+_DYNAMIC = re.compile(
+    r"\bextern(?P<before>\s+)__shared__\s(?P<align>\s*(?:__align__|alignas)\s*\([^()]*\)\s*)?"
+    r"(?P<type>[\w:<>,\s]+?)(?P<blank>\s+)(?P<name>\w+)\s*\[\s*\]"
+)
+_USE_DYN_SMEM = (
+    "On the host device an extern __shared__ array is understood in the body of a kernel of the "
+    "source itself; elsewhere write DYN_SMEM(type, name) of common/device.cuh, inside the function"
+)
+
+
+def dynamic_shared(text: str) -> str:
+    """Rewrite ``extern __shared__ T name[]`` in function bodies as a pointer; lines stay.
+
+    C++ has no storage class for memory whose address depends on the running block.
+    """
+    if _EXTERN_SHARED.search(text) is None:
+        return text
+    # Comments, strings and directives become blanks of the same length, so that places agree.
+    plain = _COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), text)
+    plain = _DIRECTIVE.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), plain)
+    out, at = [], 0
+    for found in _DYNAMIC.finditer(plain):
+        if not _in_function(plain[: found.start()]):
+            continue
+        kind, lines = " ".join(found["type"].split()), "\n" * found.group().count("\n")
+        pointer = f"reinterpret_cast<{kind}*>(memra::dynamic_shared())"
+        out += [text[at : found.start()], f"{kind}* const {found['name']} = {pointer}{lines}"]
+        at = found.end()
+    return "".join([*out, text[at:]])
+
+
+def _in_function(before: str) -> bool:
+    """Whether a place lies within the braces of a function, not of a namespace or class alone."""
+    opened: list[bool] = []
+    for brace in re.finditer(r"[{}]", before):
+        if brace.group() == "{":
+            opened.append(before[: brace.start()].rstrip().endswith(")"))
+        elif opened:
+            opened.pop()
+    return any(opened)
 
 
 def plain_kernels(text: str) -> list[str]:
