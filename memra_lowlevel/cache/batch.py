@@ -125,8 +125,15 @@ class KvBatch(Closing):
             f32 ``[n_rows, n_heads, head_dim]`` and ``[n_rows, n_heads, head_dim_v]``.
         window, **options
             As in :meth:`KvLayer.attend`, apart from ``counted``.
+
+        Raises
+        ------
+        CapacityExceeded, RingLapped
+            As :meth:`KvLayer.attend`, for any of the sequences.
         """
         first = self.layers[0]
+        for layer, n in zip(self.layers, self.counts, strict=True):
+            layer.check_reads(stream, "attend", n, counted=False)
         window = first.window if window is None else window
         n_heads = q.shape[1] if len(q.shape) == 3 else 1
         n_bytes = kv_attend.workspace_bytes(

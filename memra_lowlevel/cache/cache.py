@@ -274,6 +274,7 @@ class Cache(Closing):
         self._ready("advance")
         for group in self.stages:
             group.lengths.need(_on(stream, group), n)
+            group.check_advance(_on(stream, group), n)
         for group in self.stages:
             group.advance(_on(stream, group), n, scanned=scanned)
 

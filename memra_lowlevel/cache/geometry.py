@@ -9,7 +9,7 @@ from ..errors import PlaneError
 from ..formats import BLOCK, Format
 from ..kernels import kv_attend
 from . import policy
-from .ring import KvRing
+from .ring import SWA_VIEW_ALIGNMENT_ROWS, KvRing
 
 if TYPE_CHECKING:
     from ..runtime import Device
@@ -77,6 +77,13 @@ class KvGeometry:
             raise PlaneError(
                 f"KvLayer: a ring of {ring.rows} rows cannot hold its window of {ring.window}; "
                 "take swa_ring_rows(window, max_ctx, chunk=rows of an append, slack=…)"
+            )
+        if ring is not None and ring.rows < min(ring.least_rows, max_ctx):
+            raise PlaneError(
+                f"KvLayer: a ring of {ring.rows} rows would be full for good: a rebase keeps up to "
+                f"{ring.least_rows - 1} rows (window {ring.window}, slack {ring.slack}, alignment "
+                f"{SWA_VIEW_ALIGNMENT_ROWS}). Give it {ring.least_rows} rows and more for appends "
+                "of several (swa_ring_rows), or less slack"
             )
         if ring is not None and ring.window != window:
             raise PlaneError(

@@ -195,10 +195,16 @@ class PlaneGroup(Closing):
                 "cannot book; capture steps, or scan outside",
                 call="advance",
             )
+        self.check_advance(stream, n)
         self.lengths.advance(stream, n, 1 if scanned and self.recur else None)
         self._settle(stream)
         if scanned and self.recur:
             self.anchor = (self.len, self.slot_counter)
+
+    def check_advance(self, stream: Stream, n: int) -> None:
+        """Refuse an advance by more rows than lie in a ring, where the length is known."""
+        for layer in self.kv.values():
+            layer.check_advance(stream, n)
 
     def moved(self, stream: Stream, n: int) -> None:
         """Book that a kernel which was just issued on ``stream`` moved every counter by ``n``."""

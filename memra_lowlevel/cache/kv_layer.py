@@ -278,9 +278,15 @@ class KvLayer(OneLength):
         FormatUnsupported
             No kernel for this number of query heads per kv head, or this numeric class.
         PlaneError
-            A window wider than the one that the ring keeps rows for.
+            A window wider than the one that the ring keeps rows for; ``counted`` with a length of
+            fewer than n rows.
+        CapacityExceeded, RingLapped
+            Rows beyond the plane, or beyond what the ring holds at its base. These two and
+            ``counted`` are checked where the host knows the length, and not under capture.
         """
         expect_stream(f"{self.name}.attend: stream", stream)
+        expect.kind(f"{self.name}.attend: q", q, Buffer, "a Buffer")
+        self.check_reads(stream, "attend", q.shape[0] if q.shape else 0, counted)
         window = self.window if window is None else self._window(window)
         kv_attend.attend(
             stream, q, self.k, self.v, out,
@@ -297,6 +303,7 @@ class KvLayer(OneLength):
     def check_len(self, n: int) -> None:
         """Refuse a length that :meth:`set_len` would refuse."""
         super().check_len(n)
+        self.check_end("set_len", n)
         if self.ring is not None and n < self.len and not self.ring.can_rewind_to(n):
             raise RewindRefused(
                 f"{self.name}: a rewind from {self.len} to {n} needs rows below the base "
@@ -304,6 +311,23 @@ class KvLayer(OneLength):
                 plane=self.name,
                 asked=n,
                 possible=self.ring.shortest_rewind(),
+            )
+
+    def check_advance(self, stream: Stream, n: int) -> None:
+        """Refuse an advance by more rows than lie in the ring, where the length is known."""
+        counter = self.lengths.counter
+        if self.ring is not None and stream.recording is None and counter.known:
+            n = expect.integer(f"{self.name}.advance: n", n, 0)
+            self.check_end("advance", min(counter.value + n, self.max_ctx))
+
+    def check_end(self, call: str, end: int) -> None:
+        """Refuse an end that lies above what the ring holds at its present base."""
+        ring = self.ring
+        if ring is not None and end - ring.base > ring.rows:
+            raise RingLapped(
+                f"{self.name}.{call}: rows up to {end} do not lie in the ring, which holds "
+                f"[{ring.base}, {ring.base + ring.rows}); append them, after prepare(stream, n). "
+                "Nothing was changed"
             )
 
     def can_rewind_to(self, n: int) -> bool:
@@ -424,14 +448,13 @@ class KvLayer(OneLength):
         window = expect.integer(f"{self.name}.attend: window", window, low=0, high=MAX_ROWS)
         if self.ring is not None and not 1 <= window <= self.ring.window:
             raise PlaneError(
-                f"{self.name}.attend: the ring keeps rows for a window of {self.ring.window}; "
-                f"{window or 'all'} rows would be as many as its last rebase left. Allocate the "
-                "layer with the widest window that is asked for"
+                f"{self.name}.attend: the ring keeps rows for a window of {self.ring.window}. A "
+                f"window of {window or 'all'} rows could reach rows that a rebase has dropped. "
+                "Allocate the layer and its ring with the widest window that is asked for"
             )
         return window
 
     def _workspace_bytes(self, q: Buffer, window: int | None) -> int:
-        expect.kind(f"{self.name}.attend: q", q, Buffer, "a Buffer")
         n_rows, n_heads = (*q.shape, 1)[:2]
         return kv_attend.workspace_bytes(
             self.device, n_rows, n_heads, self.head_dim_v, self.rows, window=window,
@@ -466,6 +489,7 @@ class KvLayer(OneLength):
 def _lapped(layer: KvLayer, length: int, n: int) -> RingLapped:
     return RingLapped(
         f"{layer.name}: {n} rows behind {length} need a rebase of the ring (base "
-        f"{layer.ring.base if layer.ring else 0}, {layer.rows} rows), which cannot happen here; "
-        "call prepare_kv_append between rounds"
+        f"{layer.ring.base if layer.ring else 0}, {layer.rows} rows), which an append and a replay "
+        f"never do; call prepare(stream, {n}), or prepare_kv_append, between steps. Nothing was "
+        "launched"
     )

@@ -34,6 +34,7 @@ def select(
     pool, d = layer.tail.pool, layer.index_dim
     if len(q.shape) != 3 or q.shape[2] != d:
         raise PlaneError(f"{layer.name}.select: q must be f32 [n, heads, {d}], got {q.shape}")
+    layer.check_reads(stream, "select", q.shape[0], counted)
     n, heads, n_pools = q.shape[0], q.shape[1], max(1, layer.max_ctx // pool)
     per_row = 4 * n_pools + latent_index.scratch_bytes(1, n_pools)
     at_once = max(1, min(n, scratch_bytes // per_row))
@@ -73,6 +74,7 @@ def attend(
             f"kv_rank], got {q.shape} and {out.shape}"
         )
     n, heads, rank = out.shape
+    layer.check_reads(stream, "attend", n, counted)
     n_list = 0 if indices is None else indices.shape[-1]
     at_once = latent_attend.rows_at_once(heads, rank, layer.max_ctx, n_list, scratch_bytes, numeric)
     at_once = max(1, min(n, at_once))

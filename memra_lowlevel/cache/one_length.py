@@ -58,6 +58,7 @@ class OneLength(Closing):
             The layer belongs to a group, whose counters move together.
         """
         self._alone("advance")
+        self.check_advance(stream, n)
         self.lengths.advance(stream, n)
         self._settle(stream)
 
@@ -72,8 +73,8 @@ class OneLength(Closing):
 
         Raises
         ------
-        CapacityExceeded
-            ``n`` is more than the plane can hold.
+        CapacityExceeded, RingLapped
+            ``n`` is more than the plane can hold, at the present base of a ring.
         RewindRefused
             Rows that are needed at ``n`` were written over.
         """
@@ -84,14 +85,46 @@ class OneLength(Closing):
     # -- its limits -------------------------------------------------------------------------------
     def check_len(self, n: int) -> None:
         """Refuse a length that :meth:`set_len` would refuse."""
-        n = expect.integer(f"{self.name}: length", n, high=None)
-        if n < 0 or n > min(self.max_ctx, MAX_ROWS):
-            raise CapacityExceeded(f"{self.name}: length {n} does not lie in 0..{self.max_ctx}")
+        n = expect.integer(f"{self.name}: length", n, 0, None)
+        if n > min(self.max_ctx, MAX_ROWS):
+            raise CapacityExceeded(
+                f"{self.name}: length {n} does not lie in 0..{self.max_ctx}; nothing was written. "
+                "Set a length that the plane holds, or start a longer plane (max_ctx)"
+            )
+
+    def check_advance(self, stream: Stream, n: int) -> None:
+        """Refuse an advance by more rows than lie in the planes, where the length is known."""
+
+    def check_reads(self, stream: Stream, call: str, n: int, counted: bool) -> None:
+        """Refuse to attend ``n`` rows that the planes cannot hold at the length that is known.
+
+        Captured work is not looked at: the length that counts is that of each launch.
+        """
+        counter = self.lengths.counter
+        if stream.recording is not None or not counter.known:
+            return
+        length = counter.value
+        if counted and length < n:
+            raise PlaneError(
+                f"{self.name}.{call}: counted=True says that the length counts the {n} rows, but "
+                f"it is {length}; advance first, or leave counted out. Nothing was launched"
+            )
+        end = length if counted else length + n
+        if end > self.max_ctx:
+            raise CapacityExceeded(
+                f"{self.name}.{call}: {n} rows behind {length} lie beyond the {self.max_ctx} rows "
+                "of the plane. Say counted=True if the length counts them already, or start a "
+                "longer plane. Nothing was launched"
+            )
+        self.check_end(call, end)
+
+    def check_end(self, call: str, end: int) -> None:
+        """Refuse an exclusive end up to which the planes cannot hold rows; for rings."""
 
     def check_headroom(self, n: int) -> None:
         """Refuse unless ``n`` more rows fit as the planes stand."""
-        length, n = self.len, expect.integer(f"{self.name}: rows", n, high=None)
-        if n < 0 or length + n > self.max_ctx:
+        length, n = self.len, expect.integer(f"{self.name}: rows", n, 0, None)
+        if length + n > self.max_ctx:
             raise CapacityExceeded(
                 f"{self.name}: {n} rows behind {length} do not fit in {self.max_ctx}; nothing was "
                 "written. Start a longer plane or drop tokens"

@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import expect
 from ..closing import Closing
-from ..errors import CapacityExceeded, CaptureForbidden
+from ..errors import CaptureForbidden
 from ..graph.counters import DeviceCounter
 from ..kernels import counters as counter_kernels
 from ..kernels.kv_attend import TICKETS
@@ -145,9 +145,11 @@ class Lengths:
 
         One launch, or two where the amounts differ; captured, at every launch of the graph.
         """
-        n = expect.integer(f"{self.name}: n", n)
+        n = expect.integer(f"{self.name}.advance: n", n)
         if n < 0:
-            raise CapacityExceeded(f"{self.name}: cannot advance by {n}; set the length instead")
+            raise expect.refusal(
+                f"{self.name}.advance: n", n, "rows to add", "set_len shortens the planes"
+            )
         if self.slots is None:
             self.counter.advance(stream, n)
         elif steps is None or steps == n:

@@ -144,6 +144,11 @@ class KvRing:
                 f"{self.base} and slack {self.slack} at least 0"
             )
 
+    @property
+    def least_rows(self) -> int:
+        """Physical rows with which an append of one row always fits after a rebase."""
+        return self.window + self.slack + SWA_VIEW_ALIGNMENT_ROWS - 1
+
     def retain_from(self, first_row: int) -> int:
         """:func:`swa_retain_from` with this ring's window, base and slack."""
         return swa_retain_from(first_row, self.window, self.base, slack=self.slack)

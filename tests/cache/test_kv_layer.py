@@ -141,9 +141,12 @@ def test_refusals_move_nothing(device, stream):
         layer.append(stream, pair.k, pair.v)
     with pytest.raises(CapacityExceeded):
         layer.advance(stream, 4)
-    for n in (-1, 9, 2**31):
-        with pytest.raises(CapacityExceeded):
+    for n in (9, 2**31):
+        with pytest.raises(CapacityExceeded, match="longer plane"):
             layer.set_len(stream, n)
+    for call in (layer.set_len, layer.advance):
+        with pytest.raises(ArgumentError, match="-1"):
+            call(stream, -1)
     with pytest.raises(ArgumentError):
         layer.append(stream, rows(device, stream, rng, 2, 64), pair.v)
     with pytest.raises(ArgumentError):
@@ -172,6 +175,8 @@ def test_refusals_move_nothing(device, stream):
         ((8, 2, 64), {"window": 4, "ring": KvRing(8, 5)}, PlaneError),
         ((8, 2, 64), {"ring": KvRing(8, 5)}, PlaneError),
         ((64, 2, 64), {"window": 16, "ring": KvRing(15, 16)}, PlaneError),
+        ((256, 2, 64), {"window": 16, "ring": KvRing(20, 16)}, PlaneError),
+        ((256, 2, 64), {"window": 16, "ring": KvRing(16 + 4 + 30, 16, slack=4)}, PlaneError),
     ],
 )
 def test_impossible_layers(device, args, options, error):
@@ -439,3 +444,68 @@ def test_headroom_is_checked_at_launch(device, stream):
     assert layer.len == 49 == layer.len_d.to_numpy(stream)[0]
     exec_.close()
     layer.close()
+
+
+def test_the_smallest_ring_takes_rows_for_ever(device, stream):
+    layer = KvLayer.allocate(device, 256, 1, HEAD, window=16, ring=KvRing(51, 16, slack=4))
+    pair = Pair(device, stream, np.random.default_rng(11), 1, layer)
+    for _ in range(200):
+        layer.prepare(stream, 1)
+        layer.append(stream, pair.k, pair.v)
+        layer.advance(stream, 1)
+    layer.close()
+
+
+@pytest.fixture
+def ringed(device, stream):
+    """A ring of 83 rows at base 0 that holds 60."""
+    ring = KvRing(83, 16, slack=32)
+    layer = KvLayer.allocate(device, 256, 1, HEAD, window=16, ring=ring, name="ringed")
+    step(layer, stream, Pair(device, stream, np.random.default_rng(12), 60, layer))
+    yield layer
+    layer.close()
+
+
+def test_a_ring_takes_no_length_that_it_cannot_hold(device, stream, ringed):
+    for n in (84, 200, 256):
+        with pytest.raises(RingLapped, match=r"ringed.*\[0, 83\).*prepare"):
+            ringed.set_len(stream, n)
+        with pytest.raises(RingLapped, match=r"ringed.*\[0, 83\).*prepare"):
+            ringed.advance(stream, n - 60)
+        assert ringed.len == 60 == ringed.len_d.to_numpy(stream)[0]
+        assert not ringed.can_rewind_to(n)
+    ringed.set_len(stream, 83)
+    usable(device, stream, ringed)
+
+
+def test_attend_is_refused_rows_that_cannot_be(device, stream, ringed):
+    flat = KvLayer.allocate(device, 64, 1, HEAD, name="flat")
+    step(flat, stream, Pair(device, stream, np.random.default_rng(13), 60, flat))
+
+    def ask(layer, n, **options):
+        pair = Pair(device, stream, np.random.default_rng(14), n, layer)
+        if layer.len + n <= layer.rows and not options:
+            layer.append(stream, pair.k, pair.v)
+        return pair.out, lambda: layer.attend(stream, pair.q, pair.out, **options)
+
+    for layer, n, options, error in (
+        (flat, 5, {}, CapacityExceeded),
+        (flat, 61, {"counted": True}, PlaneError),
+        (ringed, 24, {}, RingLapped),
+    ):
+        out, call = ask(layer, n, **options)
+        with pytest.raises(error, match=rf"{layer.name}\.attend.*Nothing was") as info:
+            call()
+        assert type(info.value) is error
+        assert np.isnan(out.to_numpy(stream)).all(), "nothing was launched"
+    for layer, n, options in (
+        (flat, 4, {}), (flat, 60, {"counted": True}), (ringed, 23, {}),
+    ):  # fmt: skip
+        out, call = ask(layer, n, **options)
+        call()
+        assert np.isfinite(out.to_numpy(stream)).all()
+    out, call = ask(flat, 5)
+    with stream.capture("later") as graph:  # where it starts is known only when it is launched
+        call()
+    graph.close()
+    flat.close()

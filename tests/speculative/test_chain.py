@@ -6,6 +6,7 @@ from spec_rig import PROMPT, Rig
 
 from memra_lowlevel.cache import KvLayer, KvRing
 from memra_lowlevel.errors import (
+    ArgumentError,
     CapacityExceeded,
     CaptureForbidden,
     MemraError,
@@ -127,7 +128,7 @@ def test_refusals(device, stream):
     assert toy.layer.len == 4, "none of the three was launched"
     with pytest.raises(RewindRefused):
         toy.chain.rewind(stream, 5)
-    with pytest.raises(CapacityExceeded):
+    with pytest.raises(ArgumentError):
         toy.chain.rewind(stream, -1)
     with pytest.raises(MemraError, match="fill"):
         toy.chain.fill(stream, [1])
