@@ -10,12 +10,12 @@ import operator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .driver.trace import caller
-from .errors import ArgumentError
+from .errors import ArgumentError, MemraError
 
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["dtype", "integer", "kind", "name", "refusal"]
+__all__ = ["asked_by", "dtype", "integer", "kind", "name", "refusal"]
 
 T = TypeVar("T")
 _I64 = 2**63 - 1
@@ -31,6 +31,23 @@ def refusal(what: str, got: Any, expected: str, remedy: str = "") -> ArgumentErr
         expected=expected,
         got=shown,
     )
+
+
+def asked_by(who: str, call: str, error: MemraError) -> None:
+    """Let the refusal of an inner call name the object that was used, and the caller's line.
+
+    Parameters
+    ----------
+    who : str
+        The method that the user called, with the object's name: ``"cache.3.attend"``.
+    call : str
+        The inner call, which a message may begin with.
+    """
+    text = str(error)
+    if text.startswith(who):
+        return
+    text = f"{who}: {text.removeprefix(f'{call}: ')}"
+    error.args = (text if "(from " in text else f"{text} (from {caller()})",)
 
 
 def kind(what: str, value: Any, cls: type[T], expected: str, remedy: str = "") -> T:

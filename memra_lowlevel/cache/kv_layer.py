@@ -10,6 +10,7 @@ from .. import expect
 from ..errors import (
     ArgumentError,
     CaptureForbidden,
+    FormatUnsupported,
     PlaneError,
     RewindRefused,
     RingLapped,
@@ -26,6 +27,7 @@ from .planes import Lengths, Workspace
 from .ring import KvRing
 
 if TYPE_CHECKING:
+    from ..graph import GraphExec
     from ..runtime import Arena, Stream
 
 __all__ = ["KvLayer"]
@@ -214,11 +216,15 @@ class KvLayer(OneLength):
         self.reserve(stream, n)
         if self.check and stream.recording is None:
             self._check_finite(stream, k, v)
-        kv_append.append(
-            stream, k, v, self.k, self.v, self.len_d,
-            k_format=self.k_format, v_format=self.v_format, rows=self.rows, base_d=self.base_d,
-            programmatic=programmatic,
-        )  # fmt: skip
+        try:
+            kv_append.append(
+                stream, k, v, self.k, self.v, self.len_d,
+                k_format=self.k_format, v_format=self.v_format, rows=self.rows, base_d=self.base_d,
+                programmatic=programmatic,
+            )  # fmt: skip
+        except (ArgumentError, CaptureForbidden) as error:
+            expect.asked_by(f"{self.name}.append", "append", error)
+            raise
 
     def reserve(self, stream: Stream, n: int) -> None:
         """Refuse unless ``n`` more rows fit: now, or under capture at every launch of the graph.
@@ -288,16 +294,20 @@ class KvLayer(OneLength):
         expect.kind(f"{self.name}.attend: q", q, Buffer, "a Buffer")
         self.check_reads(stream, "attend", q.shape[0] if q.shape else 0, counted)
         window = self.window if window is None else self._window(window)
-        kv_attend.attend(
-            stream, q, self.k, self.v, out,
-            len_d=self.len_d, k_format=self.k_format, v_format=self.v_format, rows=self.rows,
-            n_kv_heads=self.n_kv_heads, head_dim=self.head_dim_k, head_dim_v=self.head_dim_v,
-            workspace=self._workspace.take(stream, self._workspace_bytes(q, window)),
-            tickets=self._workspace.tickets,
-            base_d=self.base_d, window=window,
-            scale=scale, sinks=sinks, softcap=softcap, lse=lse, counted=counted, numeric=numeric,
-            programmatic=programmatic,
-        )  # fmt: skip
+        try:
+            kv_attend.attend(
+                stream, q, self.k, self.v, out,
+                len_d=self.len_d, k_format=self.k_format, v_format=self.v_format, rows=self.rows,
+                n_kv_heads=self.n_kv_heads, head_dim=self.head_dim_k, head_dim_v=self.head_dim_v,
+                workspace=self._workspace.take(stream, self._workspace_bytes(q, window)),
+                tickets=self._workspace.tickets,
+                base_d=self.base_d, window=window,
+                scale=scale, sinks=sinks, softcap=softcap, lse=lse, counted=counted,
+                numeric=numeric, programmatic=programmatic,
+            )  # fmt: skip
+        except (ArgumentError, CaptureForbidden, FormatUnsupported) as error:
+            expect.asked_by(f"{self.name}.attend", "attend", error)
+            raise
 
     # -- the length -------------------------------------------------------------------------------
     def check_len(self, n: int) -> None:
@@ -349,7 +359,15 @@ class KvLayer(OneLength):
         """Under capture: let every launch of the graph check the ring's headroom for ``n`` rows."""
         capture = capture_of(stream)
         if capture is not None and self.ring is not None:
-            capture.add_check(lambda _: self.check_headroom(n))
+
+            def check(launched: GraphExec) -> None:
+                try:
+                    self.check_headroom(n)
+                except RingLapped as error:
+                    error.args = (f"graph {launched.name!r}: {error}",)
+                    raise
+
+            capture.add_check(check)
 
     def prepare(self, stream: Stream, n: int) -> bool:
         """Make room for ``n`` more rows; return whether a ring had to be rebased."""

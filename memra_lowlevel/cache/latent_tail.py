@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import CounterUnknown, PlaneError, RingLapped
 from ..graph.capture import capture_of
+from ..graph.effects import SYNC_REMEDY
 from ..kernels.latent_index import MAX_POOL
 from .index_ring import index_ring_take
 
@@ -194,7 +195,7 @@ class IndexTail:
                 if high is None:
                     raise CounterUnknown(
                         f"{self.name}: the length has no bound, so its ring of index rows cannot "
-                        "be checked. Call sync_counters(stream) first"
+                        f"be checked. {SYNC_REMEDY} first"
                     )
                 if low + lower == high + upper:
                     self._check_tail(low + lower)

@@ -24,7 +24,7 @@ from ..runtime.recording import forbid
 from ..runtime.storage import note_use
 from ..runtime.stream import expect_stream
 from .capture import capture_of
-from .effects import Effect, new_mirror
+from .effects import SYNC_REMEDY, Effect, new_mirror
 
 if TYPE_CHECKING:
     from ..compile import Kernel
@@ -117,7 +117,7 @@ class DeviceCounter(Closing):
             low, high = self.bounds
             raise CounterUnknown(
                 f"counter {self.name!r}: a kernel decided its value; the host only knows "
-                f"{low} … {'?' if high is None else high}. Call sync_counters(stream)."
+                f"{low} … {'?' if high is None else high}. {SYNC_REMEDY}."
             )
         return int(self.mirror.lower)
 
@@ -134,7 +134,8 @@ class DeviceCounter(Closing):
         value = expect.integer(f"counter {self.name!r}: value", value, high=None)
         if not 0 <= value <= top:
             raise CapacityExceeded(
-                f"counter {self.name!r}: {value} does not lie in 0 … {top}. Nothing was written."
+                f"counter {self.name!r}: {value} does not lie in 0 … {top}. Nothing was written; "
+                "set less, or give the counter a larger capacity."
             )
         self.buffer._ready(stream)
         stream.context.driver.cuMemsetD32Async(

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Effect", "Mirror", "new_mirror"]
 
+SYNC_REMEDY = (
+    "Call sync_counters(stream, [counter]) (the counter of a KvLayer or a Cache is its "
+    "lengths.counter)"
+)
+"""What to do where only the device knows a counter."""
+
 
 @dataclass
 class Mirror:
@@ -135,7 +141,7 @@ class Effect:
             if not c.bounded:
                 raise CounterUnknown(
                     f"counter {self.counter.name!r}: the device decided its value and no bound is "
-                    "known, so room cannot be checked. Call sync_counters(stream) first."
+                    f"known, so room cannot be checked. {SYNC_REMEDY} first."
                 )
             if c.upper + self.need > c.capacity:
                 raise _no_room(self.counter, int(c.upper), self.need, int(c.capacity))

@@ -18,7 +18,7 @@ import numpy as np
 
 from .. import expect
 from ..errors import ArgumentError, FormatUnsupported
-from ..formats import FORMATS, Format
+from ..formats import Format
 from ..runtime.launch import LaunchConfig, launch
 from ..runtime.memory import Buffer
 from ..runtime.stream import expect_stream
@@ -357,17 +357,27 @@ def check_supported(
     if head_dim in HEAD_DIMS and head_dim_v in HEAD_DIMS and 1 <= group <= MAX_GROUP:
         if numeric in CLASSES:
             return
-    wrong = next((d for d in (head_dim, head_dim_v) if d not in HEAD_DIMS), head_dim)
-    nearest = [str(d) for d in sorted(HEAD_DIMS, key=lambda d: abs(d - wrong))[:2]]
+    wrong = next((d for d in (head_dim, head_dim_v) if d not in HEAD_DIMS), None)
+    faults, nearest = [], []
+    if wrong is not None:
+        nearest = [str(d) for d in sorted(HEAD_DIMS, key=lambda d: abs(d - wrong))[:2]]
+        faults.append(
+            f"head_dim {head_dim}/{head_dim_v}: head sizes are {', '.join(map(str, HEAD_DIMS))} "
+            f"(nearest: {' and '.join(nearest)}); pad the heads"
+        )
+    if not 1 <= group <= MAX_GROUP:
+        nearest = nearest or [str(min(max(group, 1), MAX_GROUP))]
+        faults.append(f"{group} query heads per kv head: groups are 1 to {MAX_GROUP}")
+    if numeric not in CLASSES:
+        nearest = nearest or list(CLASSES)
+        faults.append(f"numeric class {numeric!r}: it is {' or '.join(CLASSES)}")
     raise FormatUnsupported(
-        f"no attention kernel for head_dim {head_dim}/{head_dim_v}, {group} query heads per kv "
-        f"head, numeric class {numeric!r} (K {k_format}, V {v_format}). Head sizes are "
-        f"{', '.join(map(str, HEAD_DIMS))} (nearest: {' and '.join(nearest)}), groups 1 to "
-        f"{MAX_GROUP}, classes {', '.join(CLASSES)}, formats {', '.join(FORMATS)}",
+        f"no attention kernel for {'; nor for '.join(faults)} (K {k_format}, V {v_format} on "
+        f"{device.arch})",
         op="attend",
         k_format=k_format.name,
         v_format=v_format.name,
-        head_dim=wrong,
+        head_dim=head_dim if wrong is None else wrong,
         arch=device.arch,
         nearest=nearest,
     )

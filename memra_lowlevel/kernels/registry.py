@@ -16,7 +16,8 @@ from string import Formatter
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..compile import CompiledImage, Job, compile_each, cuda_src_root, recorded
-from ..errors import ArgumentError, CompileError
+from ..errors import ArgumentError, CaptureForbidden, CompileError
+from ..runtime.recording import forbid
 
 if TYPE_CHECKING:
     from ..compile import Kernel
@@ -188,6 +189,7 @@ def kernels(device: Device, wanted: Sequence[tuple[str, Instance]]) -> list[Kern
     keys = [(__name__, s.source, s.expression(**template)) for s, template in pairs]
     missing = [key for key in dict.fromkeys(keys) if key not in memo]
     if missing:
+        _check_capture(missing)
         _note(device.arch, keys)
         with _lock:
             _load(device, [key for key in missing if key not in memo])
@@ -242,6 +244,19 @@ def oracle(name: str) -> Callable[..., Any]:
     module, _, function = spec(name).oracle.partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return found
+
+
+def _check_capture(missing: Sequence[tuple[str, str, str]]) -> None:
+    """Refuse to compile under capture in the words of whoever has steps, not modules."""
+    try:
+        forbid("cuModuleLoadData", what=f"kernel {', '.join(name for _, _, name in missing)}")
+    except CaptureForbidden as error:
+        error.args = (
+            f"{error} Which kernel a step takes depends on its number of rows: run the same step "
+            "once before the capture, with as many rows, or load the usual kernels with "
+            "kernels.registry.preload(device).",
+        )
+        raise
 
 
 def _note(arch: str, keys: Iterable[tuple[str, str, str]]) -> None:

@@ -9,11 +9,13 @@ from memra_lowlevel.errors import (
     ArgumentError,
     CapacityExceeded,
     CaptureForbidden,
+    CounterUnknown,
     FormatUnsupported,
     PlaneError,
     RewindRefused,
     RingLapped,
 )
+from memra_lowlevel.graph import sync_counters
 
 HEAD = 64
 
@@ -436,7 +438,7 @@ def test_headroom_is_checked_at_launch(device, stream):
     for _ in range(47):
         exec_.launch(stream)
     assert layer.len == 48
-    with pytest.raises(RingLapped):
+    with pytest.raises(RingLapped, match=r"graph 'tight': tight.*prepare\(stream, 1\)"):
         exec_.launch(stream)
     assert layer.len == 48 == layer.len_d.to_numpy(stream)[0]
     layer.prepare(stream, 1)
@@ -509,3 +511,65 @@ def test_attend_is_refused_rows_that_cannot_be(device, stream, ringed):
         call()
     graph.close()
     flat.close()
+
+
+def test_a_kernel_first_met_under_capture_is_refused_with_a_remedy(device, stream):
+    layer = KvLayer.allocate(  # no other test has this combination
+        device, 64, 1, HEAD, head_dim_v=96, k_format=formats.Q4_0, v_format=formats.E4M3,
+        name="cold",
+    )  # fmt: skip
+    many, one = (Pair(device, stream, np.random.default_rng(15), n, layer) for n in (8, 1))
+    step(layer, stream, many)
+    with (
+        pytest.raises(CaptureForbidden, match=r"^cold\.attend: .*attend_partial.*as many rows"),
+        stream.capture("one"),
+    ):
+        layer.attend(stream, one.q, one.out)
+    step(layer, stream, one)  # the remedy
+    with stream.capture("one") as graph:
+        step(layer, stream, one)
+    graph.close()
+    layer.close()
+
+
+def test_refusals_name_layer_and_line(device, stream):
+    layer = KvLayer.allocate(device, 64, 1, HEAD, name="mine")
+    pair = Pair(device, stream, np.random.default_rng(16), 1, layer)
+    flat = device.zeros((1, 2 * HEAD), np.float32, stream)
+    wide = device.zeros((1, 2, HEAD), np.float64, stream)
+    many = Pair(device, stream, np.random.default_rng(16), 1, layer, n_heads=20)
+    for error, q, out, options, words in (
+        (ArgumentError, flat, pair.out, {}, "q must be"),
+        (ArgumentError, pair.q, flat, {}, "out must be"),
+        (ArgumentError, wide, pair.out, {}, "q|argument 0"),
+        (ArgumentError, pair.q, pair.out, {"scale": float("nan")}, "scale"),
+        (ArgumentError, pair.q, pair.out, {"softcap": 0}, "softcap"),
+        (ArgumentError, pair.q, pair.out, {"sinks": device.zeros(1, "f4", stream)}, "sinks"),
+        (FormatUnsupported, pair.q, pair.out, {"numeric": "fast"}, "for numeric class 'fast'"),
+        (FormatUnsupported, many.q, many.out, {}, "for 20 query heads"),
+    ):
+        with pytest.raises(error, match=rf"^mine\.attend: .*({words})") as info:
+            layer.attend(stream, q, out, **options)
+        assert __file__ in str(info.value)
+        assert str(info.value).count("mine") == 1
+        if error is FormatUnsupported:
+            assert "head_dim" not in str(info.value), "nothing is wrong with it"
+    with pytest.raises(ArgumentError, match=r"^mine\.append: "):
+        layer.append(stream, device.zeros((1, HEAD), np.float64, stream), pair.v)
+    with pytest.raises(ArgumentError, match=r"^mine\.advance: n"):
+        layer.advance(stream, 2.5)
+    layer.close()
+
+
+def test_the_remedy_for_an_unknown_length_works(device, stream):
+    layer = KvLayer.allocate(device, 64, 1, HEAD, name="unknown")
+    step(layer, stream, Pair(device, stream, np.random.default_rng(17), 3, layer))
+    layer.lengths.counter.note_unbounded(stream)
+    remedy = r"sync_counters\(stream, \[counter\]\).*lengths\.counter"
+    with pytest.raises(CounterUnknown, match=remedy):
+        _ = layer.len
+    with pytest.raises(CounterUnknown, match=remedy):
+        layer.advance(stream, 1)
+    sync_counters(stream, [layer.lengths.counter])
+    assert layer.len == 3
+    layer.close()
