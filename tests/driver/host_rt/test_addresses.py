@@ -42,13 +42,13 @@ def test_the_buffer_that_was_counted_from(kernel, name, size, begin, i):
     text = said(kernel(STRAY, name), x, y, I64(i))
     which = 1 if name == "fields" else 0
     assert f"offset {size * i + begin} of a buffer of 64 bytes at" in text, text
-    assert text.endswith(f", parameter {which}"), text
+    assert f", parameter {which}" in text, text
 
 
 @pytest.mark.parametrize("check", [False, True])
 def test_the_only_buffer_is_meant(kernel, check):
     text = said(kernel(STRAY, "alone", check=check), np.zeros(16, I32), I64(17))
-    assert "offset 68 of a buffer of 64 bytes" in text and text.endswith("parameter 0")
+    assert "offset 68 of a buffer of 64 bytes" in text and ", parameter 0" in text
 
 
 def test_in_check_mode_the_nearest_is_called_so(kernel):
