@@ -209,6 +209,12 @@ def _compile(
 ) -> CompiledImage:
     chosen = CompileOptions.of(options)
     expect.kind("compile: arch", arch, str, "an architecture name, such as device.arch")
+    if arch != archs.HOST and (chosen.check or chosen.sanitize):
+        asked = "check=True" if chosen.check else f"sanitize={chosen.sanitize!r}"
+        raise expect.refusal(
+            f"compile: options for {arch}", asked, "them for arch='host'",
+            "only the host device checks; on a GPU use compute-sanitizer",
+        )  # fmt: skip
     expect.kind("compile: name", name, str, "a str")
     if isinstance(defines, Mapping) and all(isinstance(n, str) for n in defines):
         for define in defines:

@@ -120,8 +120,8 @@ class Kernel:
             self._attributes[attribute.name.lower()] = value
 
     def __repr__(self) -> str:
-        inner = ", ".join(f"{p.ctype} {p.name}" for p in self.params)
-        return f"<Kernel {self.name}({inner}) {self.image.arch} {self.image.rung}>"
+        inner = ", ".join(f"{'const ' * p.const}{p.ctype} {p.name}" for p in self.params)
+        return f"<Kernel {self.name}({inner}) {_made_for(self.image)}>"
 
 
 class Module(Closing):
@@ -194,7 +194,11 @@ class Module(Closing):
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{len(self.image.entries)} kernels"
-        return f"<Module {self.image.name} {self.image.arch} {self.image.rung}, {state}>"
+        return f"<Module {self.image.name} {_made_for(self.image)}, {state}>"
+
+
+def _made_for(image: CompiledImage) -> str:
+    return image.arch if image.arch == image.rung else f"{image.arch} {image.rung}"
 
 
 def _layout(module: Module, name: str, symbol: str, handle: int) -> tuple[tuple[int, int], ...]:

@@ -13,6 +13,9 @@ __all__ = ["CompileOptions", "Defines", "define_flags"]
 Defines = Mapping[str, "str | int | bool | None"]
 
 
+_STANDARDS = ("c++17", "c++20")
+
+
 @dataclass(frozen=True)
 class CompileOptions:
     """How a source is compiled. Every field is part of the cache key.
@@ -23,7 +26,7 @@ class CompileOptions:
     Attributes
     ----------
     std : str
-        Language standard, ``"c++17"`` or ``"c++20"``.
+        Language standard, ``"c++17"`` or ``"c++20"``; the host device takes C++17 always.
     lineinfo : bool
         Keep source lines in the cubin, for profilers and sanitizers.
     debug : bool
@@ -31,9 +34,10 @@ class CompileOptions:
     max_registers : int or None
         Upper bound of registers per thread.
     check : bool
-        Host device only: instrument for races, bounds and uninitialised reads.
+        Host device only, and refused elsewhere: instrument for races, bounds and uninitialised
+        reads.
     sanitize : {"undefined", "address"} or None
-        Host device only: a sanitizer of the C++ compiler.
+        Host device only, and refused elsewhere: a sanitizer of the C++ compiler.
     extra : tuple of str
         Further NVRTC options, passed as they are.
     """
@@ -48,6 +52,8 @@ class CompileOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "extra", tuple(self.extra))
+        if self.std not in _STANDARDS:
+            raise expect.refusal("options: std", self.std, f"one of {', '.join(_STANDARDS)}")
 
     @classmethod
     def of(cls, value: CompileOptions | Mapping[str, object] | None) -> CompileOptions:

@@ -152,11 +152,22 @@ def config_of(config: ConfigLike) -> LaunchConfig:
     """Give a configuration itself, or one made of a mapping of its fields."""
     if isinstance(config, LaunchConfig):
         return config
-    fields = dict(config) if isinstance(config, Mapping) else None
-    if fields is None or not {"grid", "block"} <= fields.keys() <= _FIELDS:
-        raise expect.refusal(
-            "launch configuration", fields or config, "a LaunchConfig, or a mapping with grid, "
-            "block and perhaps shared_bytes, cluster, programmatic, cooperative",
+    expected = (
+        "a LaunchConfig, or a mapping with grid, block and perhaps shared_bytes, cluster, "
+        "programmatic, cooperative"
+    )
+    if not isinstance(config, Mapping):
+        raise expect.refusal("launch configuration", config, expected)
+    fields = dict(config)
+    unknown = [repr(key) for key in fields if key not in _FIELDS]
+    missing = [repr(key) for key in ("grid", "block") if key not in fields]
+    if unknown or missing:
+        got = ", ".join(
+            [f"the unknown key {key}" for key in unknown] + [f"no key {key}" for key in missing]
+        )
+        raise ArgumentError(
+            f"launch configuration: a mapping with {got} (from {caller()}). Expected {expected}.",
+            name="launch configuration", expected=expected, got=got,
         )  # fmt: skip
     return LaunchConfig(**fields)
 
@@ -169,5 +180,7 @@ def dim3(what: str, value: Extent) -> Dim3:
             f"{what} = {value!r}: give one to three extents.", name=what,
             expected="1 to 3 ints", got=repr(value),
         )  # fmt: skip
-    x, y, z = (*(expect.integer(f"{what} = {value!r}", d, high=None) for d in dims), 1, 1)[:3]
+    # One extent says itself what it is; of several the whole is shown.
+    shown = what if dims == (value,) else f"{what} = {value!r}: an extent"
+    x, y, z = (*(expect.integer(shown, d, high=None) for d in dims), 1, 1)[:3]
     return x, y, z

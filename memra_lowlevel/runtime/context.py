@@ -7,6 +7,7 @@ object made from them; given back when the last of both is gone.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import threading
 import weakref
@@ -20,7 +21,7 @@ from ..compile.arch import of_devices
 from ..driver.table import DeviceAttribute as A
 from ..driver.table import Driver
 from ..driver.trace import TraceEntry
-from ..errors import DriverError, MemraError
+from ..errors import DriverError, HostCheckError, MemraError
 from . import lifetime
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["Context", "Limits", "acquire"]
 
 log = logging.getLogger("memra_lowlevel")
+_PARAMETER = re.compile(r", parameter (\d+)")
+_ADDRESS = re.compile(r"bytes at (0x[0-9a-f]+)")
 _NON_BLOCKING = 1
 _NO_TIMING = 2
 
@@ -193,6 +196,29 @@ class Context:
         """Remember a sticky error, so that destructors stop calling the driver."""
         if isinstance(error, DriverError) and error.sticky and not self.lost:
             self.lost = str(error)
+
+    def describe(self, error: BaseException) -> None:
+        """Name buffer and parameter in the error of a kernel, which knows their addresses only."""
+        if not isinstance(error, HostCheckError) or not error.args:
+            return
+        text = str(error)
+        parameter = _PARAMETER.search(text)
+        if parameter is not None:
+            index = int(parameter[1])
+            for launcher in list(self.launchers.values()):
+                params = launcher.kernel.params
+                if launcher.kernel.name == error.kernel and index < len(params):
+                    end = parameter.end()
+                    text = f"{text[:end]} ({params[index].name}){text[end:]}"
+                    break
+        address = _ADDRESS.search(text)
+        if address is not None:
+            for storage in list(self.storages.values()):
+                if storage.ptr == int(address[1], 16):
+                    end = address.end()
+                    text = f"{text[:end]} ({storage.name!r}){text[end:]}"
+                    break
+        error.args = (text, *error.args[1:])
 
     def tell(self, error: BaseException | None) -> None:
         """Raise what a ``close()`` learnt; beside another exception it goes to the log instead."""
@@ -365,5 +391,8 @@ def acquire(driver: Driver, ordinal: int) -> Context:
         context = _registry.get(key)
         if context is None or context.driver is not driver:
             context = _registry[key] = Context(driver, ordinal)
+            describers = getattr(driver, "describers", None)  # the host driver's
+            if describers is not None:
+                describers[ordinal] = context.describe
         context.users += 1
         return context

@@ -216,6 +216,9 @@ def normal_shape(shape: Shape) -> tuple[int, ...]:
     dims = tuple(expect.integer(f"shape {tuple(shape)}: an extent", d) for d in shape)
     if any(d < 0 for d in dims):
         raise ArgumentError(
-            f"shape {dims} has a negative extent.", expected="extents >= 0", got=str(dims)
+            f"shape {dims} has a negative extent (from {caller()}). Extents are 0 or more.",
+            name="shape",
+            expected="extents >= 0",
+            got=str(dims),
         )
     return dims

@@ -36,6 +36,43 @@ with host_options(check=True), Device("host") as device, device.stream() as stre
 """
 
 
+def test_a_report_names_buffer_parameter_and_remedy() -> None:
+    with Device("host:2") as device, device.stream() as stream:
+        put = device.module(compile_source(SOURCE, arch="host", name="put.cu")).kernel("put")
+        y = device.zeros(16, np.float32, stream, name="logits")
+        launch(stream, LaunchConfig(1, 1), put, y, 5000)
+        with pytest.raises(errors.OutOfBounds) as caught:
+            y.to_numpy(stream)
+        for part in ("put.cu:2", "('logits')", "parameter 0 (y)", "Compare the index"):
+            assert part in str(caught.value)
+
+
+RACE = """#include "common/device.cuh"
+KERNEL void turn(float* y) {
+  __shared__ float s[64];
+  s[threadIdx.x] = 1.0f;
+  y[threadIdx.x] = s[63 - threadIdx.x];
+}
+KERNEL void sum(float* y) { y[0] += 1.0f; }
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "remedy"),
+    [
+        ("turn", errors.UninitialisedRead, "another thread writes it, a __syncthreads"),
+        ("sum", errors.DataRace, "Order the two accesses"),
+    ],
+)
+def test_what_to_do_is_said(name: str, kind: type[Exception], remedy: str) -> None:
+    with Device("host:2") as device, device.stream() as stream:
+        image = compile_source(RACE, arch="host", name="race.cu", options={"check": True})
+        y = device.zeros(64, np.float32, stream)
+        launch(stream, LaunchConfig(1, 64), device.module(image).kernel(name), y)
+        with pytest.raises(kind, match=remedy):
+            stream.sync()
+
+
 def test_memory_from_before_the_first_checked_kernel_is_known() -> None:
     """In a process of its own: tracking that another test began would hide a late begin."""
     done = subprocess.run(

@@ -154,6 +154,12 @@ def compile_host(
             if RUNTIME not in file.parents and file.name != "device.cuh"
         ):
             error.args = (f"{error}. {_USE_DYN_SMEM}", *error.args[1:])
+        if wrong := _refused_names(error, names):
+            error.args = (
+                f"name_expressions: {', '.join(map(repr, wrong))} is no kernel of the source; name "
+                f"an instance of a template, such as scale<64, float> ({error})",
+                *error.args[1:],
+            )
         if path is None:  # the compiler had no file to quote from
             lines = ["", *text.splitlines()]
             error.diagnostics = tuple(
@@ -221,6 +227,19 @@ def _table(names: Sequence[str], sanitize: Sanitizer | None) -> str:
         f"memra_module = {{memra::ABI_VERSION, MEMRA_FLAG_CHECK | {flag}, &memra_context,\n"
         f"  memra_entries, {len(names)}}};\n"
     )
+
+
+_FIRST_ROW = 3  # line of the first kernel in the table, below
+
+
+def _refused_names(error: CompileError, names: Sequence[str]) -> list[str]:
+    """Which kernels a compiler could not put into the table."""
+    rows = [
+        d.line - _FIRST_ROW
+        for d in error.diagnostics
+        if d.severity == "error" and d.file == "kernel table"
+    ]
+    return list(dict.fromkeys(names[row] for row in rows if 0 <= row < len(names)))
 
 
 _COMMENT = re.compile(r'//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\\n])*")', re.S)

@@ -45,6 +45,18 @@ _ERRORS: dict[int, type[errors.HostCheckError]] = {
 }
 
 
+_REMEDIES: dict[type[errors.HostCheckError], str] = {
+    errors.OutOfBounds: "Compare the index with the size of what the launch was given",
+    errors.DataRace: "Order the two accesses: __syncthreads, a warp operation, or an atomic",
+    errors.UninitialisedRead: (
+        "Write it first: zeros, fill, from_numpy, or earlier work on the same stream"
+    ),
+}
+_SHARED_REMEDY = (
+    "Write it first; if another thread writes it, a __syncthreads between the two is missing"
+)
+
+
 def translate(f: Failure) -> errors.MemraError:
     """Make the exception of a record: kernel, block, thread, source place, cause."""
     message = f.message.decode(errors="replace")
@@ -59,7 +71,13 @@ def translate(f: Failure) -> errors.MemraError:
     other = locate(f.module.decode(errors="replace"), f.other_pc) if f.other_pc else ""
     if other:
         message += f" (the other access: {other})"
-    return _ERRORS[f.kind](
+    kind = _ERRORS[f.kind]
+    remedy = _REMEDIES.get(kind, "")
+    if kind is errors.UninitialisedRead and "shared" in message:
+        remedy = _SHARED_REMEDY
+    if remedy:
+        message += f". {remedy}."
+    return kind(
         f"kernel {kernel}, block {block}, thread {thread}{at}: {message}",
         kernel=kernel, block=block, thread=thread, where=where,
     )  # fmt: skip

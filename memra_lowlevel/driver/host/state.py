@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NoReturn, TypeVar
 
@@ -119,6 +120,8 @@ class HostState(DriverBase):
         self._capture_ids = itertools.count(1).__next__
         self._schedule = Schedule()
         self._thread = _ThreadState()
+        # By device: adds the names that only the layer above knows to an error that is told.
+        self.describers: dict[int, Callable[[Exception], None]] = {}
         self._captures: list[Capture] = []
         self._streams: dict[int, HostStream] = {}
         self._events: dict[int, HostEvent] = {}
@@ -222,6 +225,9 @@ class HostState(DriverBase):
         errors = self._schedule.take_errors(device)
         if errors:
             first = errors[0]
+            describe = self.describers.get(device)
+            if describe is not None:
+                describe(first)
             if len(errors) > 1 and hasattr(first, "add_note"):
                 first.add_note(f"{len(errors) - 1} more operations failed; seen by {call}")
             raise first
