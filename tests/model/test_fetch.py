@@ -91,6 +91,8 @@ def test_what_reading_needs_is_checked_before_the_fetch(monkeypatch, package):
     fetched = []
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     monkeypatch.setattr(model, "smollm2_path", lambda: fetched.append(1))
-    with pytest.raises(ModelError, match=rf"package {package}, which is not installed.*pip install"):
+    with pytest.raises(
+        ModelError, match=rf"package {package}, which is not installed.*pip install"
+    ):
         model.Model.load(None, None, "smollm2")
     assert not fetched
