@@ -134,8 +134,9 @@ def read_params(graph: Graph, node: Node, kernels: Mapping[int, Any] | None = No
 
 def refused(node: Node, field: str, reason: str) -> UpdateRefused:
     """Make the refusal of one field."""
+    place = "" if "(from " in reason else f" (from {caller()})"  # another refusal may give it
     return UpdateRefused(
-        f"update of node {node.name}, field {field}: {reason} (from {caller()}). "
+        f"update of node {node.name}, field {field}: {reason.removesuffix('.')}{place}. "
         "The executable is unchanged.",
         node=node.name,
         field=field,

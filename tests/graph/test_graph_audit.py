@@ -280,6 +280,7 @@ def test_refused_updates_name_node_field_and_reason(
             step.update("shift", **fields)
         assert (caught.value.node, caught.value.field) == ("shift#0", field)
         assert "strict" not in caught.value.reason and caught.value.reason
+        assert str(caught.value).count("(from ") == 1
     with pytest.raises(errors.ArgumentError, match="no node 'missing'"):
         step.update("missing")
     step.launch(stream)
