@@ -57,6 +57,7 @@ class DriverBase:
         self._names: dict[int, str] = {}
         self.trace = TraceRing(names=self._names)
         self._active: dict[int, ActiveCapture] = {}
+        self.told_sticky = False  # an error that ended a context was handed to somebody
 
     # -- book-keeping --------------------------------------------------------------------------
     def counts(self) -> Mapping[str, int]:
@@ -108,7 +109,7 @@ class DriverBase:
         own = self._active.get(stream)
         if own is not None and own.cause:
             cause = own.cause
-        return explain.make_error(
+        error = explain.make_error(
             result,
             call,
             detail,
@@ -119,6 +120,8 @@ class DriverBase:
             recent=self.trace.recent(),
             cause=cause,
         )
+        self.told_sticky |= isinstance(error, DriverError) and error.sticky
+        return error
 
     def _note_offence(self, result: str, call: str) -> None:
         text = ""

@@ -232,11 +232,23 @@ class Context:
         """Wait for all work and return its error, which nobody could be told of later."""
         if lifetime.recordings or self.lost or not self.handle:
             return None
-        try:
+
+        def wait() -> None:
             self.activate()
             self.driver.cuCtxSynchronize()
+
+        return self.ask(wait)
+
+    def ask(self, call: Callable[[], object]) -> BaseException | None:
+        """Make a call for the sake of its error; one that was told before is only logged."""
+        told = getattr(self.driver, "told_sticky", False)
+        try:
+            call()
         except MemraError as error:
             self.note_error(error)
+            if told and isinstance(error, DriverError) and error.sticky:
+                log.warning("%s: the context was lost before: %s", self, error)
+                return None
             return error
         return None
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .. import expect, native
 from ..driver.table import CaptureMode
 from ..driver.trace import caller
-from ..errors import ArgumentError, CaptureForbidden, MemraError
+from ..errors import ArgumentError, CaptureForbidden
 from . import lifetime
 from .event import Event
 from .lifetime import Owned
@@ -204,13 +204,12 @@ class Stream(Owned):
             return None
         if lifetime.recordings or self.context.lost or not self.context.handle:
             return None
-        try:
+
+        def query() -> None:
             self.context.ensure()
             self.context.driver.cuStreamQuery(self.handle)
-        except MemraError as error:
-            self.context.note_error(error)
-            return error
-        return None
+
+        return self.context.ask(query)
 
     # -- capture ----------------------------------------------------------------------------------
     def capture(

@@ -78,6 +78,49 @@ def test_a_stream_tells_what_is_known() -> None:
         device.sync()
 
 
+def test_a_lost_context_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a GPU, where every call gives the error that ended the context again."""
+    device = Device(HERE)
+    stream = device.stream()
+    device.zeros(1, np.float32, stream).close()
+    driver = device.driver
+    monkeypatch.setattr(driver, "told_sticky", False)
+
+    def lost(*_: object) -> None:
+        raise driver.error_from(700, "cuCtxSynchronize")
+
+    for call in ("cuEventSynchronize", "cuStreamQuery", "cuCtxSynchronize"):
+        monkeypatch.setattr(driver, call, lost, raising=False)
+    with device.event() as event, pytest.raises(errors.IllegalAddress):
+        event.sync()
+    with caplog.at_level(logging.WARNING, "memra_lowlevel"):
+        stream.close()
+        device.close()
+    assert caplog.text.count("the context was lost before") == 1
+    monkeypatch.undo()
+    device.context.lost = ""  # it was not, here
+    device.context.reap()
+
+
+def test_a_lost_context_that_nobody_saw(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(HERE)
+    driver = device.driver
+    monkeypatch.setattr(driver, "told_sticky", False)
+
+    def lost(*_: object) -> None:
+        raise driver.error_from(700, "cuCtxSynchronize")
+
+    monkeypatch.setattr(driver, "cuCtxSynchronize", lost, raising=False)
+    with pytest.raises(errors.IllegalAddress):
+        device.close()
+    assert device.closed
+    monkeypatch.undo()
+    device.context.lost = ""
+    device.context.reap()
+
+
 def test_the_next_owner_starts_clean() -> None:
     with pytest.raises(errors.OutOfBounds), Device(HERE) as device, device.stream() as stream:
         _fault(device, stream)
