@@ -222,7 +222,8 @@ class GraphExec(Owned):
             # The driver names nodes by those of the source; without it the handles lead nowhere.
             raise ClosedError(
                 f'{action} of executable "{self.name}": the graph it was made from is closed '
-                f"(from {caller()}). Keep that graph open for as long as nodes are read or changed."
+                f"(from {caller()}). Keep that graph open for as long as parameters of nodes are "
+                "read or changed."
             )
 
     def _node(self, which: Node | int | str) -> Node:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from memra_lowlevel import Device, LaunchConfig, compile_source, errors, launch
+from memra_lowlevel import Device, LaunchConfig, compile_file, compile_source, errors, launch
 from memra_lowlevel.driver.host import host_options
 
 SOURCE = '#include "common/device.cuh"\nKERNEL void put(float* y, int32_t i) { y[i] = 7.0f; }\n'
@@ -45,6 +46,34 @@ def test_a_report_names_buffer_parameter_and_remedy() -> None:
             y.to_numpy(stream)
         for part in ("put.cu:2", "('logits')", "parameter 0 (y)", "Compare the index"):
             assert part in str(caught.value)
+
+
+def test_two_barriers_on_one_line() -> None:
+    source = """#include "common/device.cuh"
+KERNEL void part() { if (threadIdx.x < 8) { __syncthreads(); } else { __syncthreads(); } }
+"""
+    with Device("host:2") as device, device.stream() as stream:
+        part = device.module(compile_source(source, arch="host", name="part.cu")).kernel("part")
+        launch(stream, LaunchConfig(1, 64), part)
+        with pytest.raises(errors.BarrierDivergence, match=r"part\.cu:2.* two calls on one line"):
+            stream.sync()
+
+
+def test_an_index_outside_a_shared_array_shows_the_line(tmp_path: Path) -> None:
+    (tmp_path / "far.cu").write_text(
+        '#include "common/device.cuh"\n'
+        "KERNEL void far(float* y, int32_t i) {\n"
+        "  __shared__ float total[32];\n"
+        "  total[i] = 1.0f;\n"
+        "  y[0] = total[i];\n"
+        "}\n"
+    )
+    with Device("host:2") as device, device.stream() as stream:
+        image = compile_file(tmp_path / "far.cu", arch="host", options={"check": True})
+        y = device.zeros(1, np.float32, stream)
+        launch(stream, LaunchConfig(1, 1), device.module(image).kernel("far"), y, 32)
+        with pytest.raises(errors.OutOfBounds, match=r"index 32 is outside the array: total\[i\]"):
+            stream.sync()
 
 
 RACE = """#include "common/device.cuh"

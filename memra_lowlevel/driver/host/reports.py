@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -57,6 +58,18 @@ _SHARED_REMEDY = (
 )
 
 
+_TWO_ON_A_LINE = re.compile(r"at the __syncthreads of (\S+:\d+), .* waits at the one of \1:")
+
+
+def _line(where: str) -> str:
+    """Give the line of the source at ``file:line``; empty where the file is not at hand."""
+    path, _, number = where.rpartition(":")
+    try:
+        return Path(path).read_text(encoding="utf-8").splitlines()[int(number) - 1].strip()
+    except (OSError, ValueError, IndexError):
+        return ""
+
+
 def translate(f: Failure) -> errors.MemraError:
     """Make the exception of a record: kernel, block, thread, source place, cause."""
     message = f.message.decode(errors="replace")
@@ -72,6 +85,10 @@ def translate(f: Failure) -> errors.MemraError:
     if other:
         message += f" (the other access: {other})"
     kind = _ERRORS[f.kind]
+    if kind is errors.BarrierDivergence and _TWO_ON_A_LINE.search(message):
+        message += ". These are two calls on one line: put each on a line of its own to tell them"
+    elif message.endswith(" is outside the array") and (line := _line(where)):
+        message += f": {line}"
     remedy = _REMEDIES.get(kind, "")
     if kind is errors.UninitialisedRead and "shared" in message:
         remedy = _SHARED_REMEDY
