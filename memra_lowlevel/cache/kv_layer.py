@@ -207,6 +207,7 @@ class KvLayer(OneLength):
             A ring has no room without a rebase: ``prepare_kv_append`` first.
         """
         expect_stream(f"{self.name}.append: stream", stream)
+        self.check_open("append")
         n = self._rows_of("k", k, self.kv_dim_k)
         if self._rows_of("v", v, self.kv_dim_v) != n:
             raise ArgumentError(
@@ -391,6 +392,7 @@ class KvLayer(OneLength):
         CaptureForbidden
             A rebase is needed while ``stream`` is being captured.
         """
+        self.check_open("prepare_kv_append")
         length = self.len
         if length + n > self.max_ctx or n < 0:
             self.check_headroom(n)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from .. import expect
 from ..closing import Closing
-from ..errors import CapacityExceeded, PlaneError
+from ..errors import CapacityExceeded, ClosedError, PlaneError
 from .geometry import MAX_ROWS
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class OneLength(Closing):
             The layer belongs to a group, whose counters move together.
         """
         self._alone("advance")
+        self.check_open("advance")
         self.check_advance(stream, n)
         self.lengths.advance(stream, n)
         self._settle(stream)
@@ -79,6 +80,7 @@ class OneLength(Closing):
             Rows that are needed at ``n`` were written over.
         """
         self._alone("set_len")
+        self.check_open("set_len")
         self.check_len(n)
         self.lengths.set(stream, n)
 
@@ -92,6 +94,13 @@ class OneLength(Closing):
                 "Set a length that the plane holds, or start a longer plane (max_ctx)"
             )
 
+    def check_open(self, call: str) -> None:
+        """Refuse to go on with a layer whose planes are closed."""
+        if self.lengths.buffer.closed:
+            raise ClosedError(
+                f"{self.name}.{call}: the planes of the layer were closed; make a new one"
+            )
+
     def check_advance(self, stream: Stream, n: int) -> None:
         """Refuse an advance by more rows than lie in the planes, where the length is known."""
 
@@ -100,6 +109,7 @@ class OneLength(Closing):
 
         Captured work is not looked at: the length that counts is that of each launch.
         """
+        self.check_open(call)
         counter = self.lengths.counter
         if stream.recording is not None or not counter.known:
             return
@@ -123,6 +133,7 @@ class OneLength(Closing):
 
     def check_headroom(self, n: int) -> None:
         """Refuse unless ``n`` more rows fit as the planes stand."""
+        self.check_open("check_headroom")
         length, n = self.len, expect.integer(f"{self.name}: rows", n, 0, None)
         if length + n > self.max_ctx:
             raise CapacityExceeded(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .. import expect
 from ..errors import CapacityExceeded, PlaneError, RewindRefused, RingLapped
 
 __all__ = [
@@ -138,6 +139,10 @@ class KvRing:
     slack: int = SWA_REWIND_SLACK_ROWS
 
     def __post_init__(self) -> None:
+        for what in ("rows", "window", "base", "slack"):
+            value = getattr(self, what)
+            if type(value) is not int:
+                setattr(self, what, expect.integer(f"KvRing: {what}", value, high=None))
         if self.rows < 1 or self.window < 1 or self.slack < 0 or self.base < 0:
             raise PlaneError(
                 f"KvRing: rows {self.rows} and window {self.window} must be at least 1, base "

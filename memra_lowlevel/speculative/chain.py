@@ -10,7 +10,7 @@ import numpy as np
 
 from ..cache.planes import Planes
 from ..closing import Closing
-from ..errors import CapacityExceeded, CaptureError, MemraError, RewindRefused
+from ..errors import CapacityExceeded, CaptureError, ClosedError, MemraError, RewindRefused
 from ..kernels import speculative as kernels
 from .accept import rewind_amounts
 from .io import ChainIo
@@ -145,7 +145,14 @@ class DraftChain(Closing):
         try:
             for _ in range(warmups):
                 io.begin(stream, [0], length)
-                step(stream)
+                body(stream)
+                if planes.len != length:
+                    raise MemraError(
+                        f'DraftChain: the body of "{name}" moved the length of its planes from '
+                        f"{length} to {planes.len}, which is for the chain to do; leave advance "
+                        "out of it. The length was restored"
+                    )
+                advance(stream)
                 planes.moved(stream, 1)
                 planes.set_len(stream, length)
                 stream.sync()
@@ -183,6 +190,7 @@ class DraftChain(Closing):
             The planes have no room for ``k`` more rows without moving any: call
             ``planes.prepare(stream, k)`` between rounds. Nothing was launched.
         """
+        self._check_open("replay")
         self.planes.check_headroom(k)
         launch = self.exec.launch
         with self.sections("replay", k) if self.sections else nullcontext():
@@ -234,6 +242,7 @@ class DraftChain(Closing):
         int
             How many were drafted.
         """
+        self._check_open("propose")
         k = min(k, self.k_max)
         have = self.planes.len
         if have >= len(committed):
@@ -287,6 +296,10 @@ class DraftChain(Closing):
             "capacity": self.planes.capacity,
             "graph": self.exec.describe(),
         }
+
+    def _check_open(self, call: str) -> None:
+        if self.exec.closed:
+            raise ClosedError(f'DraftChain "{self.name}".{call}: it was closed; capture a new one')
 
     def close(self) -> None:
         """Close the executable graph; the planes and the io belong to whoever made them."""

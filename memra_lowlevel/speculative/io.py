@@ -108,37 +108,34 @@ class ChainIo(Closing):
         else:
             self._head.copy_from(stream, self._up_head)
 
-    def check_tokens(self, tokens: Sequence[int]) -> None:
+    def check_tokens(self, tokens: Sequence[int], whose: str = "token") -> None:
         """Refuse token ids outside the vocabulary before they can reach an embedding."""
         for token in tokens:
             if not 0 <= token < self.n_vocab:
                 raise TokenError(
-                    f"token {token} is outside the vocabulary of {self.n_vocab}; "
-                    + (
-                        "it is the sentinel of a row whose logits are all NaN: look for an "
-                        "overflow in the model or a damaged plane"
-                        if token == 0x7FFFFFFF
-                        else "check the tokenizer against the model"
-                    )
+                    f"{whose} {token} is outside the vocabulary of {self.n_vocab}; {_cause(token)}"
                 )
 
     def download(self, stream: Stream) -> None:
         """Copy the block to :attr:`host`, asynchronously on ``stream``; legal under capture."""
         self.block.copy_to(stream, self.host)
 
-    def drafts(self, k: int) -> list[int]:
-        """Return the first ``k`` drafts of the last downloaded block.
+    def drafts(self, k: int, whose: str = "the chain") -> list[int]:
+        """Return the first ``k`` drafts of the last downloaded block; ``whose`` is for messages.
 
         Raises
         ------
         TokenError
-            The chain met a row without any logit that is a number.
+            A draft step left no token of the vocabulary: all its logits were NaN, or its body
+            wrote something else into ``tok_d``.
         """
         bad = int(self.host.array[_BAD])
         if 0 <= bad <= k:
             raise TokenError(
-                f"draft {bad} of {k} is no token of the vocabulary of {self.n_vocab}: all logits "
-                "of that draft step were NaN. Nothing was accepted and no counter moved"
+                f"draft {bad} of {k} by {whose} is no token of the vocabulary of {self.n_vocab}: "
+                "either all logits of that draft step were NaN (an overflow in the draft model, or "
+                "a damaged plane), or its body left another number in io.tok_d. Nothing was "
+                "accepted and no counter moved"
             )
         at = self._draft + 1
         return [int(t) for t in self.host.array[at : at + k]]
@@ -147,3 +144,17 @@ class ChainIo(Closing):
         """Free the buffers; idempotent."""
         for buffer in (self._up, self.host, self.p_host, self._arena):
             buffer.close()
+
+
+def _cause(token: int) -> str:
+    if token == 0x7FFFFFFF:
+        return (
+            "it is the sentinel of a row whose logits are all NaN: look for an overflow in the "
+            "model or a damaged plane"
+        )
+    if token < 0:
+        return (
+            "an argmax that finds nothing but NaN often gives such a number: look for an overflow "
+            "in the model or a damaged plane"
+        )
+    return "check the tokenizer, and the width of the output layer, against the model"

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from .. import expect
 from ..cache.planes import Planes
 from ..closing import Closing
-from ..errors import CapacityExceeded, MemraError
+from ..errors import CapacityExceeded, ClosedError, MemraError
 from . import accept
 from .io import ChainIo
 from .stats import SpecStats
@@ -119,10 +120,20 @@ class SpecRound(Closing):
         *,
         sections: Any = None,
     ):
+        for what, given, names in (
+            ("target", target, ("planes", "forward")),
+            ("chain", chain, ("io", "k_max", "propose", "settle", "cancel")),
+        ):
+            if not all(hasattr(given, name) for name in names):
+                raise expect.refusal(
+                    f"SpecRound: {what}", given, f"an object with {', '.join(names)}"
+                )
+        k = expect.integer("SpecRound: k", k)
         if not 0 <= k <= chain.k_max:
             raise MemraError(f"SpecRound: k {k} must lie in 0..{chain.k_max}, the chain's k_max")
         self.target, self.chain, self.k = target, chain, k
-        self.tokens = [int(t) for t in tokens]
+        self.tokens = [expect.integer("SpecRound: a token", t) for t in tokens]
+        chain.io.check_tokens(self.tokens, "SpecRound: token")
         self.stats = SpecStats()
         self._section = sections or (lambda name: nullcontext())
         device = chain.io.device
@@ -154,6 +165,8 @@ class SpecRound(Closing):
             A row of logits was all NaN; lengths are as before the round.
         """
         planes, chain = self.target.planes, self.chain
+        if self.argmax.closed:
+            raise ClosedError("SpecRound.step: the round was closed; make a new one")
         if not self.tokens or planes.len != len(self.tokens) - 1:
             raise MemraError(
                 f"SpecRound: the target holds {planes.len} rows for {len(self.tokens)} committed "
@@ -164,7 +177,7 @@ class SpecRound(Closing):
             raise CapacityExceeded(
                 f"SpecRound: the target is full at {planes.len} rows; nothing was moved"
             )
-        wish = self.k if k is None else k
+        wish = self.k if k is None else expect.integer("SpecRound.step: k", k)
         if not 0 <= wish <= chain.k_max:
             raise MemraError(f"SpecRound: k {wish} must lie in 0..{chain.k_max}")
         with self._section("draft"):
@@ -214,7 +227,14 @@ class SpecRound(Closing):
         # A real pass first, so that every kernel is loaded; its rows are written again by the
         # replay, from the same tokens.
         body()
+        moved = planes.len - length - n
         planes.set_len(stream, length)
+        if moved:
+            raise MemraError(
+                f"SpecRound: the target's forward over {n} rows moved its planes' length by "
+                f"{moved} (from {length}), which is for the round to do; leave advance out of it. "
+                "The length was restored"
+            )
         with stream.capture(f"verify {n}") as graph:
             body()
         exec_: GraphExec = graph.instantiate()
@@ -223,10 +243,10 @@ class SpecRound(Closing):
     def _commit(self, stream: Stream, drafted: int, rebased: bool) -> RoundResult:
         planes, io = self.target.planes, self.chain.io
         try:
-            drafts = io.drafts(drafted)
+            drafts = io.drafts(drafted, f'"{getattr(self.chain, "name", "the drafter")}"')
             argmax = [int(t) for t in self.argmax.array[: drafted + 1]]
             accepted, new = accept.accept_greedy(drafts, argmax)
-            io.check_tokens(new)
+            io.check_tokens(new, "SpecRound: the target's token")
         except MemraError:
             planes.set_len(stream, planes.len - (drafted + 1))
             self.chain.cancel(stream, drafted)

@@ -9,6 +9,7 @@ from memra_lowlevel.errors import (
     ArgumentError,
     CapacityExceeded,
     CaptureForbidden,
+    ClosedError,
     CounterUnknown,
     FormatUnsupported,
     PlaneError,
@@ -573,3 +574,20 @@ def test_the_remedy_for_an_unknown_length_works(device, stream):
     sync_counters(stream, [layer.lengths.counter])
     assert layer.len == 3
     layer.close()
+
+
+def test_a_closed_layer_says_so(device, stream):
+    layer = KvLayer.allocate(device, 4, 1, HEAD, name="gone")
+    pair = Pair(device, stream, np.random.default_rng(18), 4, layer)
+    step(layer, stream, pair)
+    layer.close()
+    for call in (
+        lambda: layer.append(stream, pair.k, pair.v),
+        lambda: layer.attend(stream, pair.q, pair.out),
+        lambda: layer.prepare(stream, 1),
+        lambda: layer.prepare(stream, 0),
+        lambda: layer.advance(stream, 1),
+        lambda: layer.set_len(stream, 5),
+    ):
+        with pytest.raises(ClosedError, match=r"gone\.\w+: the planes of the layer were closed"):
+            call()

@@ -1,6 +1,7 @@
 import copy
 import random
 
+import numpy as np
 import pytest
 
 from memra_lowlevel.cache.ring import (
@@ -11,7 +12,13 @@ from memra_lowlevel.cache.ring import (
     swa_retain_from,
     swa_ring_rows,
 )
-from memra_lowlevel.errors import CapacityExceeded, PlaneError, RewindRefused, RingLapped
+from memra_lowlevel.errors import (
+    ArgumentError,
+    CapacityExceeded,
+    PlaneError,
+    RewindRefused,
+    RingLapped,
+)
 
 
 def test_rows():
@@ -26,6 +33,13 @@ def test_rows():
 def test_empty_ring_is_refused(rows, window):
     with pytest.raises(PlaneError):
         KvRing(rows, window)
+
+
+@pytest.mark.parametrize("wrong", [("a", 0), (20.5, 4), (20, "4"), (20, 4, None), (True, 4)])
+def test_a_ring_of_no_numbers_is_refused_by_name(wrong):
+    with pytest.raises(ArgumentError, match=r"KvRing: (rows|window|base) got"):
+        KvRing(*wrong)
+    assert KvRing(np.int64(20), 4).rows == 20
 
 
 def test_contiguous_then_rebase():

@@ -9,9 +9,11 @@ from memra_lowlevel.errors import (
     ArgumentError,
     CapacityExceeded,
     CaptureForbidden,
+    ClosedError,
     MemraError,
     RewindRefused,
     RingLapped,
+    TokenError,
 )
 from memra_lowlevel.graph import verify_counters
 from memra_lowlevel.speculative import ChainIo, DraftChain
@@ -60,6 +62,32 @@ def test_a_body_that_records_nothing(device, stream):
             assert toy.layer.len == 0 and stream.recording is None
         other.sync()
     usable(device, stream)
+    toy.chain.close()
+
+
+def test_a_body_that_moves_the_length_itself(device, stream):
+    toy = Toy(device, stream)
+
+    def body(stream):
+        toy.body(stream)
+        toy.layer.advance(stream, 1)
+
+    with pytest.raises(MemraError, match='body of "own" moved the length'):
+        DraftChain.capture(stream, body, toy.io, toy.layer, 2, name="own")
+    assert toy.layer.len == 0 == toy.layer.len_d.to_numpy(stream)[0]
+    toy.chain.close()
+    for call in (lambda: toy.chain.replay(stream, 99), lambda: toy.chain.propose(stream, [1], 1)):
+        with pytest.raises(ClosedError, match='DraftChain "draft"'):
+            call()
+
+
+def test_a_draft_outside_the_vocabulary_names_both_causes(device, stream):
+    toy = Toy(device, stream)
+    toy.io.begin(stream, [1], 0)
+    toy.chain.replay(stream, 2)
+    toy.io.block.view(16, (1,), np.int32).fill(stream, 0)
+    with pytest.raises(TokenError, match=r"by the chain is no token.*NaN.*or its body left"):
+        toy.drafts(2)
     toy.chain.close()
 
 

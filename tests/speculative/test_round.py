@@ -7,9 +7,15 @@ import numpy as np
 import pytest
 from spec_rig import PROMPT, Rig, lively_weights, poison, smollm2
 
-from memra_lowlevel.errors import CapacityExceeded, MemraError, TokenError
+from memra_lowlevel.errors import (
+    ArgumentError,
+    CapacityExceeded,
+    ClosedError,
+    MemraError,
+    TokenError,
+)
 from memra_lowlevel.graph import DeviceCounter
-from memra_lowlevel.speculative import NODE_UPDATE_CALLS, Rewind, accept, stats
+from memra_lowlevel.speculative import NODE_UPDATE_CALLS, Rewind, SpecRound, accept, stats
 
 N = 48
 
@@ -305,6 +311,24 @@ def test_draft_of_nan_is_a_token_error(rig):
     assert rounds.stats.accepted > 0
 
 
+def test_a_target_that_moves_its_own_counter_is_named_at_once(rig):
+    rounds = rig.rounds(PROMPT, rig.ngram(), 2)
+    target, length = rounds.target, rounds.target.planes.len
+    forward = target.forward
+
+    def eager(stream, tokens, n_rows, argmax):
+        forward(stream, tokens, n_rows, argmax)
+        target.planes.advance(stream, n_rows)
+
+    target.forward = eager
+    with pytest.raises(MemraError, match=r"forward over \d rows moved its planes' length"):
+        rounds.step(rig.stream)
+    assert target.planes.len == length
+    target.forward = forward
+    got = list(rounds.step(rig.stream).tokens)
+    assert got == rig.expected[: len(got)]
+
+
 def test_up_to_the_last_row(rig):
     """k shrinks near the end of the planes; then the round says no and nothing moves."""
     small = Rig(rig.device, rig.stream, max_ctx=len(PROMPT) + 21)
@@ -325,11 +349,26 @@ def test_wrong_use(rig):
     for k in (-1, 5):
         with pytest.raises(MemraError):
             rounds.step(rig.stream, k)
+    with pytest.raises(ArgumentError, match=r"SpecRound\.step: k got '4'"):
+        rounds.step(rig.stream, "4")
     rounds.tokens.append(1)
     with pytest.raises(MemraError, match="prime"):
         rounds.step(rig.stream)
-    with pytest.raises(TokenError):
+    with pytest.raises(TokenError, match="tokenizer"):
         drafter.io.begin(rig.stream, [272], 0)
+    with pytest.raises(TokenError, match="NaN"):
+        drafter.io.begin(rig.stream, [-1], 0)
+    for tokens, error, words in (
+        ([1, 2.5], ArgumentError, "a token got 2.5"),
+        ([1, 272], TokenError, "SpecRound: token 272"),
+    ):
+        with pytest.raises(error, match=words):
+            SpecRound(rounds.target, drafter, 2, tokens)
+    with pytest.raises(ArgumentError, match=r"target got an object.*planes, forward"):
+        SpecRound(object(), drafter, 2, [1])
+    rounds.close()
+    with pytest.raises(ClosedError, match="SpecRound"):
+        rounds.step(rig.stream)
     with pytest.raises(TokenError, match="sentinel"):
         drafter.io.begin(rig.stream, [0x7FFFFFFF], 0)
     with pytest.raises(CapacityExceeded):
