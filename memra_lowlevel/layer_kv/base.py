@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -65,6 +66,22 @@ class LayerBase:
         self._generation = next(_generations)
         self._cuts: list[tuple[int, int]] = []  # (serial, rows left) of cuts, both ascending
         self._cut_serial = self._cuts_forgotten = 0
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A misspelt field would be set, and believed, without any effect.
+        if not name.startswith("_") and name != "allow_ragged" and not hasattr(type(self), name):
+            near = difflib.get_close_matches(name, dir(type(self)), 1)
+            raise KvStateError(
+                f"{name}: a layer has no such attribute"
+                + (f"; did you mean {near[0]}" if near else "")
+            )
+        object.__setattr__(self, name, value)
+
+    def __reduce__(self) -> str:
+        raise KvStateError(
+            "a layer cannot be pickled: its loops read its memory in place. Send export_wire() "
+            "and import_wire() it there; copy() makes a copy here"
+        )
 
     # -- geometry and counters ------------------------------------------------------------------
 

@@ -196,7 +196,13 @@ def parse(
     raw = _bytes_of("import_wire", data)
     reader = _Reader(raw)
     if bytes(raw[:4]) != MAGIC:
-        record = _parse_full(reader, nkv, hd, None, None, state_len)
+        try:
+            record = _parse_full(reader, nkv, hd, None, None, state_len)
+        except KvWireError as error:
+            raise KvWireError(
+                f"{error}. The bytes do not begin with {MAGIC!r}, so they were read as an "
+                "unversioned state; are they an export, and whole?"
+            ) from None
         record.legacy = True
         reader.done()
         return record

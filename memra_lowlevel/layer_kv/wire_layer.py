@@ -41,7 +41,11 @@ class WireMethods(LayerBase):
         ring = self._bounded
         rows = bool(self._stores.rows.any())
         checks = (
-            (self.mode.quantised, f"its mode is {self.mode}; only float32 rows travel"),
+            (
+                self.mode.quantised,
+                f"its mode is {self.mode}; only float32 rows travel. A layer that is to be sent "
+                "is made with mode=KvMode.F32; its rows can be appended to a quantised one there",
+            ),
             (self._o1 is not None, "it has an O(1) override"),
             (self._stores.columns_frozen(), "it has frozen columns"),
             (self._linear_scratch.size > 0, "a recurrent scratch is pending; accept or discard it"),
@@ -90,8 +94,12 @@ class WireMethods(LayerBase):
     def import_wire(self, buf: Any) -> None:
         """Replace the state by an exported one; all of it is checked before anything changes.
 
-        The mode becomes float32; an O(1) override, its latch and a pending scratch are dropped;
-        sinks, wire fields and the ring's geometry stay.
+        The mode becomes float32 and stays so, through :meth:`clear` too: quantising rows again is
+        for a new layer, to which they are appended. An O(1) override, its latch and a pending
+        scratch are dropped; sinks, wire fields and the ring's geometry stay.
+
+        A record holds no checksum: a flipped bit of a value is a value. Where that can happen,
+        send :func:`~memra_lowlevel.layer_kv.hash64` of the bytes beside them.
 
         Parameters
         ----------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import struct
 
 import numpy as np
@@ -516,3 +517,26 @@ def test_sizes_are_believed_only_as_far_as_there_are_bytes():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1_000_000
+
+
+def test_refusals_say_what_to_do():
+    c = LayerKvCache(1, 32, mode=KvMode.Q8())
+    with pytest.raises(KvStateError, match=r"made with mode=KvMode\.F32"):
+        c.export_wire()
+    c = LayerKvCache(1, 4, mode=KvMode.F32)
+    c.append(gen(1, 4), gen(2, 4))
+    data = bytearray(c.export_wire())
+    data[0] ^= 4
+    with pytest.raises(KvWireError, match=r"do not begin with b'CMFS'"):
+        c.import_wire(data)
+    with pytest.raises(KvStateError, match=r"export_wire\(\)"):
+        pickle.dumps(c)
+
+
+def test_a_misspelt_field_is_refused():
+    c = LayerKvCache(1, 4, mode=KvMode.F32)
+    with pytest.raises(KvStateError, match=r"wire_idenity.*did you mean wire_identity"):
+        c.wire_idenity = 5
+    assert not hasattr(c, "wire_idenity") and c.wire_identity == 0
+    c.wire_identity, c.allow_ragged = 5, True
+    assert c.wire_identity == 5 and c.allow_ragged
