@@ -162,7 +162,7 @@ class AttendMethods(LayerBase):
         softcap : float, optional
             Scores become ``softcap * tanh(score / softcap)``; None or 0 leaves them.
         upto : int, optional
-            Rows that exist for this call; None means all.
+            Rows that exist for this call; None, or more than there are, means all.
         sinks : float32 [n], optional
             Logits that take part in the normalisation only.
 
