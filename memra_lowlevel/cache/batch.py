@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import expect
 from ..closing import Closing
-from ..errors import ArgumentError, PlaneError
+from ..errors import ArgumentError, CaptureForbidden, FormatUnsupported, PlaneError
 from ..kernels import kv_append, kv_attend
 from ..runtime.storage import note_use
 from .kv_layer import KvLayer
@@ -140,14 +141,19 @@ class KvBatch(Closing):
             first.device, self.n_rows, n_heads, first.head_dim_v, first.rows, window=window,
             ring=True,
         )  # fmt: skip
-        kv_attend.attend(
-            stream, q, None, None, out, len_d=None, k_format=first.k_format,
-            v_format=first.v_format, rows=first.rows, n_kv_heads=first.n_kv_heads,
-            head_dim=first.head_dim_k, head_dim_v=first.head_dim_v,
-            workspace=self._workspace.take(stream, n_bytes), tickets=self._workspace.tickets,
-            window=window, table=self.table,
-            **options,
-        )  # fmt: skip
+        try:
+            kv_attend.attend(
+                stream, q, None, None, out, len_d=None, k_format=first.k_format,
+                v_format=first.v_format, rows=first.rows, n_kv_heads=first.n_kv_heads,
+                head_dim=first.head_dim_k, head_dim_v=first.head_dim_v,
+                workspace=self._workspace.take(stream, n_bytes), tickets=self._workspace.tickets,
+                window=window, table=self.table,
+                **options,
+            )  # fmt: skip
+        except (ArgumentError, CaptureForbidden, FormatUnsupported) as error:
+            names = ", ".join(layer.name for layer in self.layers)
+            expect.asked_by(f"KvBatch({names}).attend", "attend", error)
+            raise
         self._keep(stream)
 
     def close(self) -> None:

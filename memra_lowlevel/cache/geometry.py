@@ -83,7 +83,7 @@ class KvGeometry:
                 f"KvLayer: a ring of {ring.rows} rows would be full for good: a rebase keeps up to "
                 f"{ring.least_rows - 1} rows (window {ring.window}, slack {ring.slack}, alignment "
                 f"{SWA_VIEW_ALIGNMENT_ROWS}). Give it {ring.least_rows} rows and more for appends "
-                "of several (swa_ring_rows), or less slack"
+                f"of several (swa_ring_rows), max_ctx = {max_ctx} rows, or less slack"
             )
         if ring is not None and ring.window != window:
             raise PlaneError(

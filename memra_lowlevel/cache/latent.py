@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import CaptureForbidden, PlaneError, RewindRefused
+from .. import expect
+from ..errors import (
+    ArgumentError,
+    CaptureForbidden,
+    FormatUnsupported,
+    PlaneError,
+    RewindRefused,
+)
 from ..formats import F32, Format
 from ..kernels import latent_index, latent_rows
 from . import latent_reads, latent_snapshot, latent_writes
@@ -305,10 +312,14 @@ class LatentKvLayer(OneLength):
         scratch_bytes : int
             Queries are taken so many at a time that their partial results fit (or one at a time).
         """
-        latent_reads.attend(
-            self, stream, q, out, scale=scale, indices=indices, lse=lse, counted=counted,
-            numeric=numeric, scratch_bytes=scratch_bytes,
-        )  # fmt: skip
+        try:
+            latent_reads.attend(
+                self, stream, q, out, scale=scale, indices=indices, lse=lse, counted=counted,
+                numeric=numeric, scratch_bytes=scratch_bytes,
+            )  # fmt: skip
+        except (ArgumentError, CaptureForbidden, FormatUnsupported) as error:
+            expect.asked_by(f"{self.name}.attend", "attend_latent", error)
+            raise
 
     # -- the length -------------------------------------------------------------------------------
     def set_len(self, stream: Stream, n: int) -> None:

@@ -89,6 +89,12 @@ def test_no_room_in_one_moves_nothing_in_any(device, stream):
     with pytest.raises(CapacityExceeded):
         batch.append(stream, k, v)
     assert not layers[0].k.to_numpy(stream).any()
+    q, out = (device.zeros((2, 4, HEAD), np.float32, stream) for _ in range(2))
+    with pytest.raises(CapacityExceeded, match=r"kv\.attend: 1 rows behind 8"):
+        batch.attend(stream, q, out)
+    layers[1].set_len(stream, 0)
+    with pytest.raises(ArgumentError, match=r"^KvBatch\(kv, kv\)\.attend: out must be"):
+        batch.attend(stream, q, k)
     with pytest.raises(ArgumentError):
         batch.append(stream, rows(device, stream, rng, 3, HEAD), v)
     with pytest.raises(PlaneError, match="differ"):

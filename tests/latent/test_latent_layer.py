@@ -148,6 +148,18 @@ def test_causal_without_and_with_the_counted_length(make):
         assert same(single.attend(1)[0], before[1][r])
 
 
+def test_reads_that_the_length_rules_out_are_refused(make):
+    a = make(Sequence(12), 8)
+    a.append(4)
+    q, out = (a.stream.device.zeros((5, 2, n), np.float32, a.stream) for n in (a.layer.width, RANK))
+    for counted, refused in ((True, errors.PlaneError), (False, errors.CapacityExceeded)):
+        with pytest.raises(refused, match=r"attend: .*Nothing was launched"):
+            a.layer.attend(a.stream, q, out, scale=1.0, counted=counted)
+    one = [a.stream.device.zeros((1, 2, n), np.float32, a.stream) for n in (a.layer.width, RANK)]
+    with pytest.raises(errors.ArgumentError, match=rf"^{a.layer.name}\.attend: .*\.py:\d+"):
+        a.layer.attend(a.stream, *one, scale=1.0, lse=one[0].view(0, (1, 1), np.float32))
+
+
 def test_all_zero_scores_choose_the_first_pools(make):
     seq = Sequence(40)
     seq.weights[:] = 0
