@@ -16,6 +16,7 @@ import os
 import platform
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,26 +46,41 @@ def image_for(kind: str) -> tuple[bytes, str]:
     return str(image.path).encode(), image.entries[KERNEL]
 
 
-def child(kind: str, skip: int) -> None:
-    """Run the cases from number ``skip`` on; print one JSON line before and after each."""
+def child(kind: str, first: int, behind: int) -> None:
+    """Run the cases ``[first, behind)``; print one JSON line before and after each."""
     from memra_lowlevel.driver import get
     from memra_lowlevel.driver.legality_cases import CASES, run_case
 
     driver = get(kind)  # type: ignore[arg-type]
     image, kernel = image_for(kind)
-    for i, case in enumerate(CASES[skip:], start=skip):
+    for i, case in enumerate(CASES[first:behind], start=first):
         print(json.dumps({"begin": i, "case": case.id}), flush=True)
         answers = run_case(driver, case, image=image, kernel=kernel)
         print(json.dumps({"case": case.id, "answers": answers}), flush=True)
 
 
-def record(kind: str, timeout_s: float) -> list[dict[str, Any]]:
-    """Run all cases in children; return the records in the order of the cases."""
+def record(kind: str, timeout_s: float, jobs: int = 1) -> list[dict[str, Any]]:
+    """Run all cases in children, ``jobs`` at a time; the records are in the order of the cases."""
+    from memra_lowlevel.driver.legality_cases import CASES
+
+    edges = [len(CASES) * j // jobs for j in range(jobs + 1)]
+    with ThreadPoolExecutor(jobs) as pool:
+        parts = pool.map(
+            lambda j: _record(kind, timeout_s, edges[j], edges[j + 1]), range(jobs)
+        )  # fmt: skip
+        return [one for part in parts for one in part]
+
+
+def _record(kind: str, timeout_s: float, first: int, behind: int) -> list[dict[str, Any]]:
+    """Run the cases ``[first, behind)`` in children, one after the other."""
     from memra_lowlevel.driver.legality_cases import CASES
 
     records: list[dict[str, Any]] = []
-    while len(records) < len(CASES):
-        command = [sys.executable, __file__, "--child", str(len(records)), "--driver", kind]
+    while (at := first + len(records)) < behind:
+        command = [
+            sys.executable, __file__, "--child", str(at), "--behind", str(behind),
+            "--driver", kind,
+        ]  # fmt: skip
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
             out, how = done.stdout, f"process ended with {done.returncode}"
@@ -76,11 +92,12 @@ def record(kind: str, timeout_s: float) -> list[dict[str, Any]]:
         before = len(records)
         lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
         records += [line for line in lines if "answers" in line]
-        if len(records) < len(CASES):
+        at = first + len(records)
+        if at < behind:
             if not lines or "ended with 1" in how:
                 raise SystemExit(f"the child failed: {how}\n{err}")
-            print(f"{CASES[len(records)].id}: {how}\n{err[-2000:]}", file=sys.stderr)
-            records.append({"case": CASES[len(records)].id, "answers": {"process": how}})
+            print(f"{CASES[at].id}: {how}\n{err[-2000:]}", file=sys.stderr)
+            records.append({"case": CASES[at].id, "answers": {"process": how}})
         assert len(records) > before
     return records
 
@@ -140,12 +157,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="default: tests/vectors/legality_<driver>.json")
     parser.add_argument("--compare", action="store_true", help="print differences from the table")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one child")
+    parser.add_argument("--jobs", type=int, default=1, help="children at a time")
     parser.add_argument("--child", type=int, default=-1, help=argparse.SUPPRESS)
+    parser.add_argument("--behind", type=int, default=1 << 30, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child >= 0:
-        child(args.driver, args.child)
+        child(args.driver, args.child, args.behind)
         return 0
-    records = record(args.driver, args.timeout)
+    records = record(args.driver, args.timeout, args.jobs)
     out = args.out or ROOT / "tests" / "vectors" / f"legality_{args.driver}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join("  " + json.dumps(r) for r in records)

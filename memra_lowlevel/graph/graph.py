@@ -109,6 +109,7 @@ class Graph(Closing):
         self.keeps = Keeps()
         self.effects: dict[int, Effect] = {}
         self.checks: list[Callable[[GraphExec], None]] = []
+        self._conditions: dict[int, str] = {}  # those that no node asks yet: where they were made
         self._recording: Any = _recording
         self._owned: _Handle | None = None
         self._state = "recording"
@@ -255,9 +256,11 @@ class Graph(Closing):
             ``cudaGraphSetConditional`` (``cuda_src/common/conditional.cuh``), as its u64 argument.
         """
         self.context.ensure()
-        return self.context.driver.cuGraphConditionalHandleCreate(
+        condition = self.context.driver.cuGraphConditionalHandleCreate(
             self.handle, self.context.handle, expect.integer("condition: default", default), 1
         )
+        self._conditions[condition] = caller()
+        return condition
 
     def loop(self, condition: int, *, after: Sequence[Node] = ()) -> Body:
         """Add a body that runs as long as the condition is not 0; returns it, to be filled.
@@ -277,13 +280,26 @@ class Graph(Closing):
         params = ConditionalNodeParams(condition, kind, self.context.handle)
         node, handle = self.context.driver.cuGraphAddNode(self.handle, self._deps(after), params)
         added = self._added(node, [])
+        self._conditions.pop(condition, None)
         return Body(self, added, handle)
 
     # -- use --------------------------------------------------------------------------------------
     def instantiate(self) -> GraphExec:
-        """Make the graph launchable."""
+        """Make the graph launchable.
+
+        Raises
+        ------
+        ArgumentError
+            A condition that no :meth:`loop` or :meth:`branch` asks: a driver refuses such graphs.
+        """
         from .executable import instantiate
 
+        for where in self._conditions.values():
+            raise ArgumentError(
+                f"{self.name}: no loop or branch asks the condition made at {where}, and a driver "
+                "refuses to instantiate such a graph. Use it, or do not make it.",
+                name=self.name, expected="a loop or branch for each condition", got="none",
+            )  # fmt: skip
         return instantiate(self)
 
     def describe(self) -> Report:
@@ -385,6 +401,7 @@ class Body(Graph):
         self.context, self.name, self.where = parent.context, f"{parent.name}/{node}", caller(3)
         self.parent, self.place = parent, node
         self.keeps, self.effects, self.checks = parent.keeps, parent.effects, parent.checks
+        self._conditions = parent._conditions
         self._inner, self._state, self._nodes, self._recording = handle, "ready", None, None
         self._owned = None
 

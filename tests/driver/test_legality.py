@@ -92,6 +92,7 @@ def test_the_host_device_answers_as_the_recorded_driver(bench: Bench) -> None:
 @pytest.mark.gpu
 def test_the_driver_at_hand_answers_as_recorded() -> None:
     tool = [sys.executable, str(ROOT / "tools" / "legality_record.py"), "--driver", "cuda"]
+    tool += ["--jobs", "8"]
     out = ROOT / "build" / "legality_now.json"
     subprocess.run([*tool, "--out", str(out)], check=True, timeout=600)
     now = {c["case"]: c["answers"] for c in json.loads(out.read_text())["cases"]}

@@ -76,6 +76,9 @@ def test_a_captured_graph_is_a_child_of_a_body(device, stream, kernels):
     body = graph.loop(loop)
     body.child(inner)
     words.copy_from(stream, np.array([5, 0, 0], np.int32))
+    with pytest.raises(errors.ArgumentError, match="no loop or branch asks the condition made at"):
+        graph.instantiate()
+    graph.branch(third, after=[body.place]).kernel(ONE, mark, words)
     with graph.instantiate() as exec_:
         exec_.launch(stream)
         assert words.to_numpy(stream).tolist() == [0, 5, 5]
