@@ -144,11 +144,12 @@ def legality(limit_s: float) -> Answer:
         now = {c["case"]: c["answers"] for c in json.loads(out.read_text())["cases"]}
     n_cases = len(now)
     differences = [line for line in done.stdout.splitlines()[1:-1] if line]
-    recorded = json.loads((ROOT / "tests/vectors/legality_cuda.json").read_text())["cases"]
+    file = json.loads((ROOT / "tests/vectors/legality_cuda.json").read_text())
+    recorded = {c["case"]: c["answers"] for c in file["cases"]}
     differences += [
-        f"{c['case']}: recorded {c['answers']}, now {now.get(c['case'])}"
-        for c in recorded
-        if now.get(c["case"]) != c["answers"]
+        f"{case}: recorded {recorded.get(case)}, now {answers}"
+        for case, answers in now.items()
+        if recorded.get(case) != answers
     ]
     return {"ok": not differences, "passed": n_cases - len(differences), "failures": differences}
 
