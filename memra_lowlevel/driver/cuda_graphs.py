@@ -272,7 +272,8 @@ class CudaGraphs(CudaBase):
         p.conditional.size = 1
         p.conditional.ctx = self._d.CUcontext(params.ctx)
         call = self._pick("cuGraphAddNode_v2", "cuGraphAddNode")
-        node = int(self._call(call, graph, self._nodes(deps), None, len(deps), p))
+        edges = [self._d.CUgraphEdgeData() for _ in deps]  # bindings 12.9 take no None here
+        node = int(self._call(call, graph, self._nodes(deps), edges, len(deps), p))
         # The driver leaves the body's graph in an array of its own.
         bodies = ctypes.c_void_p.from_address(p.getPtr() + _BODIES_AT).value
         body = ctypes.c_void_p.from_address(bodies).value if bodies else 0

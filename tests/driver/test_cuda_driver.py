@@ -228,6 +228,18 @@ def test_rows_are_described_in_units_of_8_bytes(d: CudaDriver, fake: FakeBinding
     assert numbers == [[136, 500], [1088], [140, 32], [1, 1]]
 
 
+def test_a_conditional_node_names_an_edge_for_each_dependency(
+    d: CudaDriver, fake: FakeBindings
+) -> None:
+    """Bindings 12.9 refuse None for the edges of nodes that depend on others."""
+    for deps in ([], [0x70], [0x70, 0x80]):
+        d.cuGraphAddNode(0x10, deps, ConditionalNodeParams(5, ConditionalType.IF, 0x20))
+        call = "cuGraphAddNode_v2" if hasattr(real, "cuGraphAddNode_v2") else "cuGraphAddNode"
+        _, nodes, edges, n, _params = _last(fake, call)
+        assert len(nodes) == len(edges) == n == len(deps)
+        assert all(isinstance(edge, real.CUgraphEdgeData) for edge in edges)
+
+
 def test_types_and_enums_that_are_used_exist() -> None:
     for name in (
         "CUDA_KERNEL_NODE_PARAMS", "CUDA_MEMCPY3D", "CUDA_MEMSET_NODE_PARAMS", "CUlaunchConfig",
