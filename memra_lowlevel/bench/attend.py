@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from ..cache.kv_layer import KvLayer
 from ..cache.planes import Lengths, Workspace
 from ..cache.ring import KvRing, swa_ring_rows
 from ..formats import E4M3, F16, Q4_0, Q5_1, Q8_0, Format
+from ..kernels import kv_move
 from ..kernels.early import starts_early
 from .clock import n_sets
 from .result import Row
@@ -159,7 +161,10 @@ def measure_rows(run: Run) -> None:
 
 
 def measure_append(run: Run) -> None:
-    """Time one append of K and V, from one row to a bulk; the floor is a copy of the bytes."""
+    """Time one append of K and V, from one row to a bulk, and a ring's rebase.
+
+    The floor is a copy of the bytes.
+    """
     n_kv_heads, head_dim = (2, 64) if run.small else (8, 128)
     kv_dim = n_kv_heads * head_dim
     for n_rows in (1, 4) if run.small else (1, 4, 8, 16, 512, 4096):
@@ -180,6 +185,35 @@ def measure_append(run: Run) -> None:
                 run.add(row)
             for buffer in rows:
                 buffer.close()
+    _measure_rebase(run)
+
+
+def _measure_rebase(run: Run) -> None:
+    """Time moving a ring's rows to its beginning, overlapping; the floor is a copy of them."""
+    n_kv_heads, head_dim = (2, 64) if run.small else (8, 128)
+    for n_rows, src_row in ((60, 30),) if run.small else ((1055, 2048), (40_000, 8192)):
+        case = Case(n_kv_heads, n_kv_heads, head_dim, src_row + n_rows)
+        k_row = case.k_format.row_bytes(n_kv_heads * head_dim)
+        n_bytes = n_rows * case.key_bytes
+        with _planes(run, case, n_sets(2 * n_bytes, small=run.small)) as (layers, lengths):
+            _fill(run, case, layers, lengths)
+            calls = [
+                functools.partial(
+                    kv_move.move_rows, run.stream, layer.k, layer.v, k_row,
+                    case.key_bytes - k_row, src_row, n_rows,
+                )
+                for layer in layers
+            ]  # fmt: skip
+            calls[0]()  # loads the kernel
+            samples = run.timed(calls)
+            row = Row(
+                f"rebase {n_kv_heads}x{head_dim}, {n_rows} rows by {src_row}, {Q8_0}/{Q5_1}", "us",
+                samples, extra={"bytes": n_bytes},
+            )  # fmt: skip
+            if not run.small:
+                row.floor = run.ceilings.copy_us(n_bytes)
+                row.goal = round(row.floor / 0.8, 2) if n_rows > 10_000 else None
+            run.add(row)
 
 
 def measure_case(run: Run, case: Case) -> Row:
