@@ -207,11 +207,17 @@ def publish(key: str, make: Callable[[Path], None], suffix: str = ".so") -> Path
                 _make(path, make)
         return path
     except OSError as error:
-        log.warning("cannot write %s (%s); building for this process only", shared, error)
+        _tell_unwritable(str(shared), str(error))
     path = _private_folder() / (key + suffix)
     if not _intact(path):
         _make(path, make)
     return path
+
+
+@functools.cache
+def _tell_unwritable(folder: str, why: str) -> None:
+    """Warn once for each folder and reason, not for each library."""
+    log.warning("cannot write %s (%s); building for this process only", folder, why)
 
 
 def _make(path: Path, make: Callable[[Path], None]) -> None:

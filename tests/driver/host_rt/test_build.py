@@ -104,14 +104,16 @@ def test_many_processes_build_the_same_kernel_at_once(cache):
     )
 
 
-def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+def test_a_cache_that_cannot_be_written_is_told_of_once(tmp_path, monkeypatch, caplog):
     built = build.runtime_library()
     (build._private_folder() / built.name).write_bytes(built.read_bytes())  # spares a build
     file = tmp_path / "file"
     file.write_text("in the way of the folder")
     monkeypatch.setenv("MEMRA_CACHE_DIR", str(file / "cache"))
-    path = compiled(21)
-    assert str(tmp_path) not in str(path) and result(path) == 21
+    for value in (21, 22):
+        path = compiled(value)
+        assert str(tmp_path) not in str(path) and result(path) == value
+    assert len([r for r in caplog.records if "cannot write" in r.getMessage()]) == 1
 
 
 def test_compile_errors_are_data(cache):
