@@ -219,10 +219,10 @@ def plan(
     """Every item that is asked for; the longest first, benchmarks last."""
     folders = sorted(p.name for p in (ROOT / "tests").iterdir() if p.is_dir())
     parity = [f for f in folders if f not in (*GRAPH_DIRS, *NOT_ON_A_GPU)]
-    items = [Item("sanitize", tool, lambda s, t=tool: sanitize(t, s)) for tool in SANITIZERS]
+    items = [Item("legality", "table", legality)]
+    items += [Item("sanitize", tool, lambda s, t=tool: sanitize(t, s)) for tool in SANITIZERS]
     for section, names in (("parity", parity), ("graphs", GRAPH_DIRS)):
         items += [Item(section, f, lambda s, f=f: pytest_gpu(f, s), WORKERS) for f in names]
-    items.append(Item("legality", "table", legality))
     call = functools.partial(bench, groups, device, results.with_name(f"{results.stem}-bench.json"))
     items.append(Item("bench", "all", call, cores=0))
     known = {name for i in items for name in (i.section, i.key)}
