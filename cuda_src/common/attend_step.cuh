@@ -14,6 +14,7 @@
 #pragma once
 #include "common/device.cuh"
 #include "common/fragments.cuh"
+#include "common/joined_chunks.cuh"
 #include "common/mma.cuh"
 
 constexpr int K_BLOCK_BYTES = 34, V_BLOCK_BYTES = 24;
@@ -21,7 +22,6 @@ constexpr int STEP = 32;             // keys
 constexpr int TILES = STEP / 8;      // of 8 keys, a column of the tensor cores each
 constexpr int CHANNELS = 64;         // of V, a warp's share
 constexpr float LOG2_E = 1.4426950408889634f;
-constexpr float NO_REFERENCE = -1e30f;
 constexpr int WEIGHT_BITS = 23;      // p * scale < 2^23 in units of the fixed point
 constexpr int QUERY_BITS = 22;       // |q| < 2^22
 // Floats whose low bits count whole numbers: from -2^22, and from 0 on.

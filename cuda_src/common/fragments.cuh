@@ -36,18 +36,6 @@ __device__ __forceinline__ uint32_t pack_halves(float low, float high) {
 #endif
 }
 
-// x - y of both halves, exact where the result is: two f16 in each word.
-__device__ __forceinline__ uint32_t subtract_halves(uint32_t x, uint32_t y) {
-#if MEMRA_CUDA && __CUDA_ARCH__ >= 530
-    uint32_t pair;
-    asm("sub.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(x), "r"(y));
-    return pair;
-#else
-    return pack_halves(f16_to_f32(uint16_t(x)) - f16_to_f32(uint16_t(y)),
-                       f16_to_f32(uint16_t(x >> 16)) - f16_to_f32(uint16_t(y >> 16)));
-#endif
-}
-
 // x = coarse + rest, coarse with the 11 leading bits that an f16 keeps; the rest is exact.
 __device__ __forceinline__ float coarse_part(float x) {
     return __uint_as_float(__float_as_uint(x) & 0xFFFFE000u);

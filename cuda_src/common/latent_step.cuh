@@ -9,6 +9,7 @@
 #pragma once
 #include "common/block32.cuh"
 #include "common/fragments.cuh"
+#include "common/joined_chunks.cuh"
 #include "common/mma.cuh"
 #include "common/pipeline.cuh"
 
@@ -18,7 +19,6 @@ constexpr int LIFTED = 15;  // a lifted value is less than 2^15
 constexpr int LEAST_EXPONENT = -60, MOST_EXPONENT = 63;  // of rows: below it bits are lost
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
-constexpr float NO_REFERENCE = -1e30f;
 
 // The larger one; a NaN wins. For values that are not negative.
 __device__ __forceinline__ float max_or_nan(float a, float b) {

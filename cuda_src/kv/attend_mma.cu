@@ -125,7 +125,7 @@ __device__ __forceinline__ void end_chunk(const WarpState<D, Q>& state, const Pa
     constexpr int COLUMNS = Q == 8 ? 2 : 1;
     int64_t column[COLUMNS];
 #pragma unroll
-    for (int i = 0; i < COLUMNS; i++) 
+    for (int i = 0; i < COLUMNS; i++)
         column[i] = column_of(place, to, query_of_column<Q>(t, i), group, n_heads);
 #pragma unroll
     for (int b = 0; b < 2; b++) {
@@ -164,11 +164,12 @@ __device__ __forceinline__ void end_chunk(const WarpState<D, Q>& state, const Pa
 // LaneOffsets; with COPY_BULK 3 * N_STAGES barriers.
 //
 // Grid (x: any number of blocks, which share the chunks; n_kv_heads / HEADS; query blocks),
-// HEADS * teams_per_head * D / 64 warps. A query block is teams_per_head * Q queries of all n_rows * group, or with a table of one row's group. Slices of
-// HEADS heads and whole rows of K and V are multiples of 16 bytes, planes and q are 16-byte
-// aligned. n_parts: chunks that hold what a row sees; the same for all launches over a plane. tiled:
-// k_map and v_map describe the planes, with boxes of STEP rows as wide as a stage's. Other parameters as
-// in kv/attend.cu.
+// HEADS * teams_per_head * D / 64 warps. A query block is teams_per_head * Q queries of all n_rows *
+// group, or with a table of one row's group. Slices of HEADS heads and whole rows of K and V are multiples
+// of 16 bytes, planes and q are 16-byte aligned. n_parts: chunks that hold what a row sees; the same for
+// all launches over a plane. A chunk of more than 2^17 keys could overflow its sums. tiled: k_map and
+// v_map describe the planes, with boxes of STEP rows as wide as a stage's. Other parameters as in
+// kv/attend.cu.
 template <int D, int Q, int HEADS, int COPY = COPY_BEST>
 __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
     attend_mma(const float* __restrict__ q, const uint8_t* NULLABLE k_plane,
@@ -412,36 +413,13 @@ __global__ void __launch_bounds__(256)
     const float* marks = partials.marks + column * 2;
     const float* values = partials.sums + column * D + blockIdx.z * 32 + quad * 4;
 
-    float pivot = NO_REFERENCE, weight = 0.0f;
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    constexpr int BATCH = 8;  // chunks that are asked for at once
-    for (int32_t c = split; c < last; c += BATCH * SPLITS) {
-        float2 mark[BATCH];
-        float4 value[BATCH];
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            const int32_t slot = c + i * SPLITS;
-            const bool there = slot < last;
-            mark[i] = make_float2(NO_REFERENCE, 0.0f), value[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (there) mark[i] = *reinterpret_cast<const float2*>(marks + size_t(slot) * 2);
-            if (there) value[i] = *reinterpret_cast<const float4*>(values + size_t(slot) * D);
-        }
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            if (mark[i].y == 0.0f) continue;  // the row sees no key of this chunk
-            const float high = fmaxf(pivot, mark[i].x);
-            const float old = exp2_whole(pivot - high), add = exp2_whole(mark[i].x - high);
-            sum.x = fmaf(value[i].x, add, sum.x * old), sum.y = fmaf(value[i].y, add, sum.y * old);
-            sum.z = fmaf(value[i].z, add, sum.z * old), sum.w = fmaf(value[i].w, add, sum.w * old);
-            weight = fmaf(mark[i].y, add, weight * old);
-            pivot = high;
-        }
-    }
+    JoinedChunks own;
+    own.add<D>(marks, values, split, last, SPLITS);
     // The four splits of a warp, then the eight warps.
-    float high = fmaxf(pivot, __shfl_xor_sync(FULL_MASK, pivot, 8));
+    float high = fmaxf(own.pivot, __shfl_xor_sync(FULL_MASK, own.pivot, 8));
     high = fmaxf(high, __shfl_xor_sync(FULL_MASK, high, 16));
-    const float by = exp2_whole(pivot - high);
-    float part[5] = {sum.x * by, sum.y * by, sum.z * by, sum.w * by, weight * by};
+    const float by = exp2_whole(own.pivot - high);
+    float part[5] = {own.sum.x * by, own.sum.y * by, own.sum.z * by, own.sum.w * by, own.weight * by};
 #pragma unroll
     for (int i = 0; i < 5; i++) {
         part[i] = part[i] + __shfl_xor_sync(FULL_MASK, part[i], 8);

@@ -443,39 +443,14 @@ __global__ void __launch_bounds__(COMBINE_THREADS)
         workspace + size_t(gridDim.y) * gridDim.x * n_slots * RANK + query * n_slots * 2;
     const float* const own = workspace + query * n_slots * RANK + blockIdx.z * 128 + lane * 4;
 
-    // Chunk c belongs to warp c % 8.
-    float pivot = NO_REFERENCE, weight = 0.0f;
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    constexpr int BATCH = 8;  // chunks that are asked for at once
-    for (int32_t c = warp; c < behind; c += BATCH * COMBINE_WARPS) {
-        float2 mark[BATCH];
-        float4 value[BATCH];
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            const int32_t slot = c + i * COMBINE_WARPS;
-            mark[i] = make_float2(NO_REFERENCE, 0.0f), value[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (slot < behind) {
-                mark[i] = *reinterpret_cast<const float2*>(own_marks + size_t(slot) * 2);
-                value[i] = *reinterpret_cast<const float4*>(own + size_t(slot) * RANK);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            if (mark[i].y == 0.0f) continue;  // the query sees no key of this chunk
-            const float high = fmaxf(pivot, mark[i].x);
-            const float old = exp2_whole(pivot - high), add = exp2_whole(mark[i].x - high);
-            sum.x = fmaf(value[i].x, add, sum.x * old), sum.y = fmaf(value[i].y, add, sum.y * old);
-            sum.z = fmaf(value[i].z, add, sum.z * old), sum.w = fmaf(value[i].w, add, sum.w * old);
-            weight = fmaf(mark[i].y, add, weight * old);
-            pivot = high;
-        }
-    }
-    parts[warp][lane] = sum;
-    if (lane == 0) pivots[warp] = pivot, weights[warp] = weight;
+    JoinedChunks some;  // chunk c belongs to warp c % 8
+    some.add<RANK>(own_marks, own, warp, behind, COMBINE_WARPS);
+    parts[warp][lane] = some.sum;
+    if (lane == 0) pivots[warp] = some.pivot, weights[warp] = some.weight;
     __syncthreads();
     if (warp == 0) {
         float high = NO_REFERENCE, all = 0.0f;
-        sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
         for (int w = 0; w < COMBINE_WARPS; w++) high = fmaxf(high, pivots[w]);
 #pragma unroll

@@ -186,7 +186,7 @@ def attend(
     expect.kind("attend: numeric", numeric, str, "a numeric class")
     choice = choose(
         stream.device, k_format, v_format, head_dim, head_dim_v,
-        n_kv_heads=n_kv_heads, kernel=kernel,
+        n_kv_heads=n_kv_heads, rows=rows, kernel=kernel,
     )  # fmt: skip
     window = _window(window)
     scale = _scalar("scale", head_dim**-0.5 if scale is None else scale)
@@ -281,12 +281,14 @@ def choose(
     head_dim_v: int | None = None,
     *,
     n_kv_heads: int,
+    rows: int = 0,
     kernel: str | None = None,
 ) -> Choice:
     """Say which kernel :func:`attend` takes.
 
     It depends on the device and the planes, not on a launch, so that all launches over a plane
-    agree bit for bit. Both kernels are of class ``exact``, but their bits differ.
+    agree bit for bit. Both kernels are of class ``exact``, but their bits differ. ``rows`` are
+    those that the planes hold, 0 where that is not known yet.
 
     Raises
     ------
@@ -298,7 +300,10 @@ def choose(
     if kernel == "simt":
         return Choice("simt", "asked for")
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
-    refusal = kv_attend_mma.refusal(device, k_format, v_format, head_dim, head_dim_v, n_kv_heads)
+    rows = expect.integer("choose: rows", rows, 0)
+    refusal = kv_attend_mma.refusal(
+        device, k_format, v_format, head_dim, head_dim_v, n_kv_heads, rows
+    )
     if kernel == "mma" and refusal is not None:
         raise FormatUnsupported(
             f"the tensor-core kernel does not do {refusal}; kernel='simt' does",

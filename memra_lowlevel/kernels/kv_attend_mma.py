@@ -14,6 +14,7 @@ from ..errors import ArgumentError
 from ..formats import Q5_1, Q8_0, Format
 from ..runtime.launch import LaunchConfig, launch
 from . import registry
+from .early import capability, starts_early
 from .registry import KernelSpec, Tolerance
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ STEP = 32
 
 N_PARTS = 132
 """Chunks that hold what a row sees: one for each multiprocessor of the GPUs it was made for."""
+
+MOST_ROWS = (N_PARTS - 1) << 17
+"""Rows of a plane: with more, a chunk could overflow the 32 bits of its sums."""
 
 _CHANNELS = 64
 _STAGES = 3
@@ -86,6 +90,7 @@ def refusal(
     head_dim: int,
     head_dim_v: int,
     n_kv_heads: int,
+    rows: int = 0,
 ) -> str | None:
     """Say why this kernel does not do the work; None if it does.
 
@@ -101,7 +106,9 @@ def refusal(
             f"{n_kv_heads} kv heads of {head_dim} (rows must be a multiple of 16 bytes: "
             f"a multiple of {_ALIGNED_HEADS[head_dim]} heads)"
         )
-    if device.kind != "host" and _capability(device.arch) < 80:
+    if rows > MOST_ROWS:
+        return f"planes of {rows} rows (it does up to {MOST_ROWS})"
+    if device.kind != "host" and capability(device) < 80:
         return f"{device.arch} (it needs sm_80)"
     return None
 
@@ -158,8 +165,9 @@ def attend(
         ),
     )  # fmt: skip
     launch(
-        stream, _combine_config(n_heads, n_rows, head_dim, _waits(device)), combine, workspace,
-        sinks, out, lse, n_rows, rows, window, counted, len_d, base_d, table, slots, N_PARTS,
+        stream, _combine_config(n_heads, n_rows, head_dim, starts_early(device, True)), combine,
+        workspace, sinks, out, lse, n_rows, rows, window, counted, len_d, base_d, table, slots,
+        N_PARTS,
     )  # fmt: skip
 
 
@@ -272,7 +280,7 @@ def _config(
         share = max(1, device.limits.n_sms * shape.resident // (slices * blocks))
         found = LaunchConfig(
             (min(slots, share), slices, blocks), (32 * shape.warps(head_dim), 1, 1),
-            shape.shared_bytes, programmatic=programmatic and _waits(device),
+            shape.shared_bytes, programmatic=starts_early(device, programmatic),
         )  # fmt: skip
         device.memo[key] = found
     return found
@@ -294,15 +302,19 @@ def _maps(
     head_dim: int, heads: int,
 ) -> tuple[bytes, bytes, int]:  # fmt: skip
     """Describe both planes for tile copies, and say whether they are."""
-    if k_plane is None or v_plane is None or not _waits(device):
+    if k_plane is None or v_plane is None or capability(device) < 90:
         return _NO_MAP, _NO_MAP, 0
-    key = ("attend_mma maps", k_plane.ptr, v_plane.ptr, rows, n_kv_heads, head_dim, heads)
-    found: tuple[bytes, bytes, int] | None = device.memo.get(key)
+    maps: dict[tuple[int, ...], tuple[bytes, bytes, int]]
+    maps = device.memo.setdefault("attend_mma maps", {})
+    key = (k_plane.ptr, v_plane.ptr, rows, n_kv_heads, head_dim, heads)
+    found = maps.get(key)
     if found is None:
+        if len(maps) >= _MOST_MAPS:  # of planes that are closed, mostly
+            maps.clear()
         pitch_k, pitch_v = _pitches(head_dim, heads)
         blocks = n_kv_heads * head_dim // 32
         encode = device.driver.cuTensorMapEncodeTiled
-        found = device.memo[key] = (
+        found = maps[key] = (
             encode(k_plane.ptr, rows, blocks * 34, STEP, pitch_k),
             encode(v_plane.ptr, rows, blocks * 24, STEP, pitch_v),
             1,
@@ -311,10 +323,7 @@ def _maps(
 
 
 _NO_MAP = bytes(128)
-
-
-def _waits(device: Device) -> bool:
-    return device.kind == "cuda" and _capability(device.arch) >= 90
+_MOST_MAPS = 4096
 
 
 def _kernels(device: Device, head_dim: int, queries: int, heads: int) -> tuple[Kernel, Kernel]:
@@ -327,7 +336,3 @@ def _kernels(device: Device, head_dim: int, queries: int, heads: int) -> tuple[K
         )
         found = device.memo[key] = (kernel, combine)
     return found
-
-
-def _capability(arch: str) -> int:
-    return int("".join(c for c in arch if c.isdigit()) or 0)

@@ -14,6 +14,7 @@ from ..errors import FormatUnsupported
 from ..formats import F32, Q8_0, Format
 from ..runtime.launch import LaunchConfig, launch
 from . import registry
+from .early import capability
 from .registry import KernelSpec, Tolerance
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def refusal(device: Device, rank: int, rope: int) -> str | None:
         return (
             f"rank {rank} with {rope} (ranks are 128, 256, 384 or 512, rows a multiple of 64 wide)"
         )
-    if device.kind != "host" and _capability(device.arch) < 80:
+    if device.kind != "host" and capability(device) < 80:
         return f"{device.arch} (it needs sm_80)"
     if not _fitting(rank, rope, 1, device.limits.shared_optin_bytes):
         return f"rows of {rank + rope} in {device.limits.shared_optin_bytes} bytes of shared memory"
@@ -124,7 +125,7 @@ def attend(
     limits = device.limits
     plan = _plan(
         n, heads, rank, width - rank, rows, n_list, limits.n_sms, limits.shared_optin_bytes,
-        format, device.kind == "cuda" and _capability(device.arch) >= 90,
+        format, capability(device) >= 90,
     )  # fmt: skip
     partial, combine = _kernels(device, format, rank, width - rank, plan.shape)
     launch(
@@ -294,7 +295,3 @@ def _kernels(
         )
         found = device.memo[key] = (partial, combine)
     return found
-
-
-def _capability(arch: str) -> int:
-    return int("".join(c for c in arch if c.isdigit()) or 0)

@@ -369,6 +369,19 @@ def test_the_choice_says_what_and_why(device):
         choose(Q8_0, Q5_1, 128, n_kv_heads=8, kernel="fast")
 
 
+def test_planes_whose_sums_could_overflow_are_left_to_the_other_kernel(device):
+    most = kv_attend_mma.MOST_ROWS
+    assert kv_attend_mma.chunk_keys(most) * 255 * 62 < 2**31  # digits times doubled codes
+    for rows, kernel in ((most, "mma"), (most + 1, "simt")):
+        refusal = kv_attend_mma.refusal(device, Q8_0, Q5_1, 128, 128, 8, rows)
+        assert (refusal is None) == (kernel == "mma")
+    for wrong in ("5", 2.5, -1):
+        with pytest.raises(errors.ArgumentError, match="choose: rows"):
+            kv_attend.choose(device, Q8_0, Q5_1, 128, n_kv_heads=8, rows=wrong)
+    with pytest.raises(errors.FormatUnsupported, match=f"planes of {most + 1} rows"):
+        kv_attend.choose(device, Q8_0, Q5_1, 128, n_kv_heads=8, rows=most + 1, kernel="mma")
+
+
 def test_a_workspace_of_the_other_kernel_is_too_small(stream):
     planes, rng = filled(stream, 128, 1000)
     small = kv_attend.workspace_bytes(stream.device, 1, 4, 128, 1000, kernel="simt")

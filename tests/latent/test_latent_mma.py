@@ -237,7 +237,7 @@ FAULTS = (
     ("the power of a row is forgotten", "lifted[j] = score[j] * up[j];",
      "lifted[j] = score[j] * 0x1p15f;"),
     ("sums do not follow the reference", "acc[m][n][j] *= old[m][j / 2];", "acc[m][n][j] *= 1.0f;"),
-    ("a chunk is lost", "if (slot < behind) {", "if (slot < behind - 1) {"),
+    ("a chunk is lost", "own, warp, behind, COMBINE_WARPS", "own, warp, behind - 1, COMBINE_WARPS"),
     ("chunks follow the share of a block", "int32_t edge = edge_behind(place.begin);",
      "int32_t edge = place.begin + 48;"),
 )  # fmt: skip
