@@ -277,6 +277,8 @@ class Graph(Closing):
         return self._body(condition, ConditionalType.IF, after)
 
     def _body(self, condition: int, kind: ConditionalType, after: Sequence[Node]) -> Body:
+        what = f"{self.name}: condition"
+        condition = expect.integer(what, condition, 0, (1 << 64) - 1)
         params = ConditionalNodeParams(condition, kind, self.context.handle)
         node, handle = self.context.driver.cuGraphAddNode(self.handle, self._deps(after), params)
         added = self._added(node, [])

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .. import expect
 from ..cache.planes import Planes
 from ..closing import Closing
 from ..errors import CapacityExceeded, MemraError, RingLapped, TokenError
 from ..graph import Graph
 from ..kernels import speculative as kernels
+from ..runtime.stream import expect_stream
 from .chain import DraftChain
 from .round import Target
 from .stats import SpecStats
@@ -92,6 +94,16 @@ class DeviceLoop(Closing):
         n_max: int = 256,
         end_tokens: Sequence[int] = (),
     ):
+        expect_stream("DeviceLoop: stream", stream)
+        expect.kind("DeviceLoop: chain", chain, DraftChain, "a DraftChain")
+        if not hasattr(target, "planes") or not hasattr(target, "forward"):
+            wanted = "an object with planes, forward"
+            raise expect.refusal("DeviceLoop: target", target, wanted)
+        k, n_max = expect.integer("DeviceLoop: k", k), expect.integer("DeviceLoop: n_max", n_max)
+        low, high = -(2**31), 2**31 - 1
+        end_tokens = [
+            expect.integer("DeviceLoop: an end token", token, low, high) for token in end_tokens
+        ]
         if not 1 <= k <= chain.k_max or n_max < 1 or chain.p_min is not None:
             raise MemraError(
                 f"DeviceLoop: k {k} must lie in 1..{chain.k_max}, n_max {n_max} be at least 1, and "
@@ -102,7 +114,7 @@ class DeviceLoop(Closing):
         self.target, self.chain, self.k, self.n_max = target, chain, k, n_max
         self.stats = SpecStats()
         device = chain.io.device
-        ends = np.array(list(end_tokens) or [-1], np.int32)
+        ends = np.array(end_tokens or [-1], np.int32)
         words = {"state": kernels.STATE_WORDS, "tokens": n_max + k, "accepted": n_max}
         n_words = sum(words.values())
         self._arena = device.arena(4 * (n_words + k + 1 + len(ends)) + 1024, name="device loop")

@@ -95,6 +95,11 @@ def test_refusals(device, stream, kernels):
     if device.kind == "host":  # a driver need not notice
         with pytest.raises(errors.DriverError):
             graph.loop(foreign)
+    for wrong in ("handle", 1.5, -1, None):
+        with pytest.raises(errors.ArgumentError, match="one: condition"):
+            graph.loop(wrong)
+        with pytest.raises(errors.ArgumentError, match="one: condition"):
+            graph.branch(wrong)
     body = graph.loop(graph.condition(0))
     counter.advance(stream, 1)
     with stream.capture("moves") as moves:

@@ -165,6 +165,15 @@ def test_refusals(rig):
     for bad in ({"k": 0}, {"k": 5}, {"k": 2, "n_max": 0}):
         with pytest.raises(MemraError):
             DeviceLoop(rig.stream, session, chain, **bad)
+    for given, named in (
+        ((None, session, chain, 2), "stream"), ((rig.stream, None, chain, 2), "target"),
+        ((rig.stream, session, session, 2), "chain"), ((rig.stream, session, chain, "2"), "k"),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError, match=f"DeviceLoop: {named}"):
+            DeviceLoop(*given)
+    for bad in ({"n_max": 8.5}, {"end_tokens": ["a"]}, {"end_tokens": [1 << 40]}):
+        with pytest.raises(ArgumentError, match="DeviceLoop: "):
+            DeviceLoop(rig.stream, session, chain, 2, **bad)
     with pytest.raises(MemraError, match="p_min"):
         DeviceLoop(rig.stream, session, rig.chain(layers=2, p_min=0.5), 2)
     loop = DeviceLoop(rig.stream, session, chain, 2, n_max=8)
