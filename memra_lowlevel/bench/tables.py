@@ -10,7 +10,7 @@ A document marks a table::
 refreshes them. Below each table stand the command, commit, device and file; and «older source»
 where the code that it speaks of has changed since. A table of times outside such marks is refused.
 A figure is marked like a table, ``<!-- figure: docs/attention.svg from FILE.json -->``; ``--write``
-draws it.
+draws it. ``<!-- table: agreement from FILE.json,FILE.json -->`` compares two independent runs.
 
 ``--from FILE.json`` first points the marks at a new result file (:mod:`.repoint`). A mark that
 waits for its first one says ``from pending``.
@@ -27,11 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError
+from . import agree
 from .result import REPOSITORY, Result, load, ratio
 
 __all__ = [
-    "END", "KINDS", "MARK", "OLDER", "PENDING", "Problem", "check", "documents", "main", "render",
-    "rewritten",
+    "AGREEMENT", "END", "KINDS", "MARK", "OLDER", "PENDING", "Problem", "check", "documents",
+    "main", "render", "rewritten",
 ]  # fmt: skip
 
 OLDER = "«older source»"
@@ -41,6 +42,9 @@ END = "<!-- end of table -->"
 MARK = re.compile(r"<!-- (?:table: (?P<kind>[\w-]+)|figure: \S+\.svg) from (?P<path>\S+) -->")
 _FIGURE = re.compile(r"<!-- figure: (?P<figure>\S+\.svg) from (?P<path>\S+) -->")
 PENDING = "pending"
+AGREEMENT = "agreement"
+"""Kind of the table that compares two result files."""
+
 _UNIT = re.compile(r"(?<![\w])(?:µs|us|ms|ns|TB/s|GB/s|tokens/s)(?![\w])")
 _NUMBER = re.compile(r"\d")
 
@@ -137,6 +141,8 @@ def _body(line: str, kind: str | None, path: str, root: Path) -> list[str]:
     """Return what stands between a mark and its end."""
     if path.startswith(PENDING):
         return ["*Not measured yet.*"]
+    if kind == AGREEMENT:
+        return _agreement(path, root)
     result = load(root / path)
     if kind is not None:
         return render(kind, result, path)
@@ -316,6 +322,27 @@ def _checks(result: Result, kind: str) -> list[str]:
 def _missing(result: Result, kind: str) -> list[str]:
     """Return what was not measured, and why."""
     return [f"* {note}" for note in result.notes]
+
+
+def _agreement(paths: str, root: Path) -> list[str]:
+    """Return one line per group: how many ratios two runs have in common, how far they differ."""
+    shown = paths.split(",")
+    if len(shown) != 2:
+        raise ArgumentError(f"the table {AGREEMENT!r} needs FILE.json,FILE.json", name="path")
+    runs = [load(root / path) for path in shown]
+    agree.independent(*runs)
+    pairs = agree.compare(*(run.rows for run in runs))
+    if not pairs:
+        raise ArgumentError(f"{paths} have no ratio in common", name="path")
+    body = []
+    for group in dict.fromkeys(pair.group for pair in pairs):
+        of_group = [pair for pair in pairs if pair.group == group]
+        widest = max(of_group, key=lambda pair: pair.difference)
+        apart = sum(pair.differs() for pair in of_group)
+        body.append([group, len(of_group), f"{widest.difference:.1%}", widest.what, apart])
+    head = ["group", "ratios", "largest difference", "of", f"over {agree.BOUND:.0%}"]
+    captions = [_caption(pairs[0].group, *run) for run in zip(runs, shown, strict=True)]
+    return [*_markdown(head, body), "", captions[0], "", captions[1]]
 
 
 KINDS: dict[str, Callable[[Result, str], list[str]]] = {

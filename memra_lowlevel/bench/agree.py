@@ -1,0 +1,149 @@
+"""Whether two independent runs say the same: the ratios of two result files, row by row.
+
+``python -m memra_lowlevel.bench.agree FILE FILE`` prints what differs by more than the bound, and
+how many ratios were compared. Compared are ratios taken within one run (the share of a ceiling, the
+ratio to C, the time of several rows over that of one), never times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ArgumentError
+from .result import Result, Row, load, ratio
+
+__all__ = ["BOUND", "Pair", "compare", "independent", "main"]
+
+BOUND = 0.03
+"""Largest difference of two ratios, as a part of the smaller one."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A ratio of ours in two runs.
+
+    Attributes
+    ----------
+    what : str
+        Name of the row.
+    group : str
+        Group of the benchmark.
+    over : str
+        What the row is compared with.
+    first, second : float
+        The ratio in each run.
+    """
+
+    what: str
+    group: str
+    over: str
+    first: float
+    second: float
+
+    @property
+    def difference(self) -> float:
+        """How much the larger ratio exceeds the smaller one, as a part of that; may be NaN."""
+        low, high = sorted((self.first, self.second))
+        return high / low - 1.0 if low > 0 else math.nan
+
+    def differs(self, bound: float = BOUND) -> bool:
+        """Whether the difference is larger than ``bound``, or no number."""
+        return not self.difference <= bound
+
+
+def compare(first: Iterable[Row], second: Iterable[Row]) -> list[Pair]:
+    """Pair the ratios that both runs have, in the order of the first one."""
+    other = _ratios(second)
+    return [
+        Pair(what, group, over, value, other[what, over][1])
+        for (what, over), (group, value) in _ratios(first).items()
+        if (what, over) in other
+    ]
+
+
+def independent(first: Result, second: Result) -> None:
+    """Refuse two files that are not two sound runs of the same code on one kind of device.
+
+    Raises
+    ------
+    ArgumentError
+        A broken file, one run given twice, another device, other sources.
+    """
+    names = f"{first.path.name} and {second.path.name}"
+    for result in (first, second):
+        if result.problems:
+            raise ArgumentError(f"{result.path}: {'; '.join(result.problems)}", name="path")
+    if first.seal == second.seal:
+        raise ArgumentError(f"{names} are the same run; measure a second time", name="path")
+    devices = [result.environment.get("device") for result in (first, second)]
+    if devices[0] != devices[1]:
+        raise ArgumentError(
+            f"{names} ran on {devices[0]} and {devices[1]}: only ratios of one kind of device are "
+            "comparable",
+            name="path",
+        )
+    families = [result.environment.get("families", {}) for result in (first, second)]
+    groups = {row.group for row in first.rows} & {row.group for row in second.rows}
+    if other := sorted(g for g in groups if families[0].get(g) != families[1].get(g)):
+        raise ArgumentError(
+            f"{names} measured different sources of {', '.join(other)}; measure both again from "
+            "one commit",
+            name="path",
+        )
+
+
+def _ratios(rows: Iterable[Row]) -> dict[tuple[str, str], tuple[str, float]]:
+    """Every ratio of our own rows: (row, compared with) to (group, ratio)."""
+    rows = list(rows)
+    found: dict[tuple[str, str], tuple[str, float]] = {}
+    for row in rows:
+        if row.peer is not None:
+            continue
+        share = ratio(row, rows)
+        if share is not None:
+            over = "the floor" if row.share is not None else str(row.baseline)
+            found[row.what, over] = (row.group, share)
+        if "over_one_row" in row.extra:
+            found[row.what, "one row"] = (row.group, float(row.extra["over_one_row"]))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare two result files; status 1 if they differ, 2 if they cannot be compared."""
+    parser = argparse.ArgumentParser(
+        prog="python -m memra_lowlevel.bench.agree",
+        description="Compare the ratios of two independent runs of the benchmark.",
+    )
+    parser.add_argument("files", nargs=2, type=Path, metavar="FILE", help="result files")
+    parser.add_argument(
+        "--bound", type=float, default=BOUND, metavar="PART",
+        help=f"largest difference, as a part of the smaller ratio (default {BOUND})",
+    )  # fmt: skip
+    args = parser.parse_args(argv)
+    try:
+        first, second = (load(path) for path in args.files)
+        independent(first, second)
+    except ArgumentError as error:
+        print(f"agree: {error}", file=sys.stderr)
+        return 2
+    pairs = compare(first.rows, second.rows)
+    if not pairs:
+        print("agree: the files have no ratio in common", file=sys.stderr)
+        return 2
+    apart = [pair for pair in pairs if pair.differs(args.bound)]
+    for pair in sorted(apart, key=lambda p: p.difference, reverse=True):
+        print(
+            f"{pair.what:<56} over {pair.over:<24} {pair.first:7.3f} {pair.second:7.3f} "
+            f"{pair.difference:7.1%}"
+        )
+    print(f"agree: {len(pairs)} ratios compared, {len(apart)} differ by more than {args.bound:.1%}")
+    return 1 if apart else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""Two runs agree when their ratios do; a run is never compared with itself or with other code."""
+
+import math
+
+import pytest
+from synthetic import write
+
+from memra_lowlevel.bench import agree, sources, tables
+from memra_lowlevel.bench.agree import Pair
+from memra_lowlevel.bench.result import Row
+
+
+def both(tmp_path, scale, **about):
+    first = write(tmp_path / "first.json")
+    return [str(first), str(write(tmp_path / "second.json", scale, **about))]
+
+
+def test_within_the_bound(tmp_path, capsys):
+    for scale in (1.02, 0.98):
+        assert agree.main(both(tmp_path, scale)) == 0
+        assert "3 ratios compared, 0 differ by more than 3.0%" in capsys.readouterr().out
+
+
+def test_rows_apart_are_named_with_both_ratios(tmp_path, capsys):
+    files = both(tmp_path, 1.04)
+    for given in (files, files[::-1]):  # which run is the slower one does not matter
+        assert agree.main(given) == 1
+        said = capsys.readouterr().out
+        assert "3 ratios compared, 3 differ" in said
+        (line,) = (x for x in said.splitlines() if x.startswith("launch, prepared"))
+        assert "over launch, C" in line and "4.0%" in line and "0.969" in line and "0.931" in line
+    assert agree.main([*files, "--bound", "0.05"]) == 0
+
+
+def test_rows_over_one_row_and_rows_of_one_run_only():
+    one = Row("rows 1", "us", [10.0], 5.0, group="rows")
+    two = Row("rows 2", "us", [12.0], 5.0, group="rows", extra={"over_one_row": 1.2})
+    slower = Row("rows 2", "us", [12.0], 5.0, group="rows", extra={"over_one_row": 1.3})
+    peer = Row("rows 2, torch", "us", [9.0], 5.0, "torch", group="rows")
+    pairs = agree.compare([one, two, peer], [slower, peer])
+    assert [(p.what, p.over) for p in pairs] == [("rows 2", "the floor"), ("rows 2", "one row")]
+    assert not pairs[0].differs() and pairs[1].differs()
+
+
+@pytest.mark.parametrize("value", [math.nan, 0.0, -1.0])
+def test_no_number_is_no_agreement(value):
+    assert Pair("a", "g", "C", value, value).differs()
+
+
+def test_what_cannot_be_compared(tmp_path, capsys):
+    first, second = both(tmp_path, 1.01)
+
+    def refused(*given):
+        assert agree.main(given) == 2
+        return capsys.readouterr().err
+
+    assert "the same run" in refused(first, first)
+    assert "no result file" in refused(first, str(tmp_path / "gone.json"))
+    write(tmp_path / "second.json", device="Another (cuda:0)")
+    assert "one kind of device" in refused(first, second)
+    write(tmp_path / "second.json", families={**sources.digests(), "attend": "other"})
+    assert "different sources of attend" in refused(first, second)
+    path = tmp_path / "second.json"
+    path.write_text(path.read_text().replace('"passed": 7', '"passed": 8'))
+    assert "seal" in refused(first, second)
+
+
+def test_a_table_for_the_documents(tmp_path):
+    both(tmp_path, 1.02)
+    text = f"<!-- table: agreement from first.json,second.json -->\n{tables.END}\n"
+    fresh, problems = tables.rewritten(text, tmp_path)
+    assert problems == []
+    assert "| attend | 2 | 2.0% | attend 32/8/128 ctx 4096, q8_0/q5_1 | 0 |" in fresh
+    assert "| launch | 1 | 2.0% | launch, prepared | 0 |" in fresh
+    assert "[first.json](/first.json)" in fresh and "[second.json](/second.json)" in fresh
+    for paths, said in (("first.json", "FILE.json,"), ("first.json,first.json", "same run")):
+        mark = f"<!-- table: agreement from {paths} -->\n{tables.END}\n"
+        ((_, problem),) = tables.rewritten(mark, tmp_path)[1]
+        assert said in problem
