@@ -129,10 +129,18 @@ class DeviceCounter(Closing):
 
     # -- writing ----------------------------------------------------------------------------------
     def set(self, stream: Stream, value: int) -> None:
-        """Write ``value`` on ``stream``; under capture, record that each launch writes it."""
+        """Write ``value`` on ``stream``; under capture, record that each launch writes it.
+
+        Raises
+        ------
+        ArgumentError
+            No integer, or one below 0.
+        CapacityExceeded
+            More than the counter may hold.
+        """
         top = self.capacity if self.capacity is not None else _I32_MAX
-        value = expect.integer(f"counter {self.name!r}: value", value, high=None)
-        if not 0 <= value <= top:
+        value = expect.integer(f"counter {self.name!r}: value", value, 0, None)
+        if value > top:
             raise CapacityExceeded(
                 f"counter {self.name!r}: {value} does not lie in 0 … {top}. Nothing was written; "
                 "set less, or give the counter a larger capacity."

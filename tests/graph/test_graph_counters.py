@@ -48,11 +48,12 @@ def test_what_does_not_fit_is_refused_before_anything_moves(
         lambda: counter.advance(stream, 3),
         lambda: counter.advance(stream, -9),
         lambda: counter.set(stream, 11),
-        lambda: counter.set(stream, -1),
         lambda: counter.note_need(stream, 3),
     ):
         with pytest.raises(errors.CapacityExceeded, match="'len'"):
             act()
+    with pytest.raises(errors.ArgumentError, match=r"'len': value got -1 .*an integer in 0 … "):
+        counter.set(stream, -1)  # no room would make it right
     assert counter.value == 8 == on_device(counter, stream)
 
 
