@@ -2,7 +2,8 @@
 
     python tools/legality_record.py --driver cuda --compare
 
-writes tests/vectors/legality_cuda.json and prints where the driver differs from the table.
+writes tests/vectors/legality_cuda.json and prints where the driver differs from the table. With
+--prune it asks no driver: answers to cases that are gone leave the file, all else stays as it is.
 
 Each run works in a child process. When a case ends the process or hangs, that is its answer, and
 a new child goes on behind it.
@@ -151,11 +152,33 @@ def differences(records: list[dict[str, Any]]) -> list[str]:
     return out
 
 
+def write(out: Path, facts: dict[str, Any], records: list[dict[str, Any]]) -> None:
+    """Write a recording, one case a line."""
+    lines = ",\n".join("  " + json.dumps(r) for r in records)
+    text = json.dumps(facts)[:-1] + ',\n "cases": [\n' + lines + "\n ]}\n"
+    json.loads(text)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text, encoding="utf-8")
+    print(f"{len(records)} cases written to {out}")
+
+
+def prune(out: Path) -> None:
+    """Take the answers to cases that no longer exist out of a recording."""
+    from memra_lowlevel.driver.legality_cases import CASES
+
+    facts = json.loads(out.read_text(encoding="utf-8"))
+    records, known = facts.pop("cases"), {case.id for case in CASES}
+    gone = [r["case"] for r in records if r["case"] not in known]
+    write(out, facts, [r for r in records if r["case"] in known])
+    print("\n".join(f"gone: {case}" for case in gone))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--driver", choices=("cuda", "host"), default="cuda")
     parser.add_argument("--out", type=Path, help="default: tests/vectors/legality_<driver>.json")
     parser.add_argument("--compare", action="store_true", help="print differences from the table")
+    parser.add_argument("--prune", action="store_true", help="drop answers to cases that are gone")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one child")
     parser.add_argument("--jobs", type=int, default=1, help="children at a time")
     parser.add_argument("--child", type=int, default=-1, help=argparse.SUPPRESS)
@@ -164,14 +187,12 @@ def main() -> int:
     if args.child >= 0:
         child(args.driver, args.child, args.behind)
         return 0
-    records = record(args.driver, args.timeout, args.jobs)
     out = args.out or ROOT / "tests" / "vectors" / f"legality_{args.driver}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join("  " + json.dumps(r) for r in records)
-    text = json.dumps(about(args.driver))[:-1] + ',\n "cases": [\n' + lines + "\n ]}\n"
-    json.loads(text)
-    out.write_text(text, encoding="utf-8")
-    print(f"{len(records)} cases written to {out}")
+    if args.prune:
+        prune(out)
+        return 0
+    records = record(args.driver, args.timeout, args.jobs)
+    write(out, about(args.driver), records)
     if args.compare:
         found = differences(records)
         print("\n".join(found))

@@ -81,6 +81,8 @@ def test_the_host_device_answers_as_the_recorded_driver(bench: Bench) -> None:
     recorded = {c["case"]: c["answers"] for c in data["cases"]}
     missing = [c.id for c in CASES if c.id not in recorded]
     assert not missing, f"no recorded answer: {missing}"
+    gone = sorted(set(recorded) - {c.id for c in CASES})
+    assert not gone, f"answers to no case: {gone}; python tools/legality_record.py --prune"
     wrong = {}
     for case in CASES:
         got = run_case(bench.d, case, image=bench.image, kernel="empty")
@@ -145,5 +147,14 @@ def test_the_recorder_writes_what_it_saw(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert f"0 of {len(CASES)} cases differ" in done.stdout
-    data = json.loads(out.read_text())
+    text = out.read_text()
+    data = json.loads(text)
     assert data["driver"] == "host" and len(data["cases"]) == len(CASES)
+    # What is asked no more leaves the file, and nothing else changes.
+    first = f'  {{"case": "{data["cases"][0]["case"]}"'
+    out.write_text(text.replace(first, f'  {{"case": "gone", "answers": {{}}}},\n{first}', 1))
+    pruned = subprocess.run(
+        [sys.executable, str(tool), "--prune", "--out", str(out)],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert "gone: gone" in pruned.stdout and out.read_text() == text
