@@ -4,6 +4,8 @@ Every operation names its stream; every object has one owner and a ``close()``; 
 raised before the driver is asked.
 """
 
+import atexit
+
 from .arena import Arena
 from .arguments import Operand
 from .config import LaunchConfig, occupancy
@@ -13,6 +15,7 @@ from .launch import PreparedLaunch, launch, launch_many, prepare
 from .lifetime import Leak, census, no_leaks
 from .memory import Buffer, PinnedBuffer
 from .stream import Stream
+from .unseen import tell
 
 __all__ = [
     "Arena",
@@ -32,3 +35,5 @@ __all__ = [
     "occupancy",
     "prepare",
 ]
+
+atexit.register(tell)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .storage import Storage
     from .stream import Stream
 
-__all__ = ["Context", "Limits", "acquire"]
+__all__ = ["Context", "Limits", "acquire", "opened"]
 
 log = logging.getLogger("memra_lowlevel")
 _PARAMETER = re.compile(r", parameter (\d+)")
@@ -408,3 +408,8 @@ def acquire(driver: Driver, ordinal: int) -> Context:
                 describers[ordinal] = context.describe
         context.users += 1
         return context
+
+
+def opened() -> list[Context]:
+    """Contexts of devices that are not closed."""
+    return [context for context in list(_registry.values()) if context.users]

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import driver as drivers
-from .. import expect
+from .. import expect, native
 from ..closing import Closing
 from ..errors import ArgumentError, ClosedError, DriverNotFound
 from . import lifetime, pool
@@ -237,11 +237,15 @@ class Device(Closing):
         self._check_open()
         forbid("cuCtxSynchronize")
         self.context.activate()
+        streams = [s for s in lifetime.living(self.context) if isinstance(s, Stream)]
+        marks = [(s.cell, native.issued(s.cell)) for s in streams]
         try:
             self.driver.cuCtxSynchronize()
         except Exception as error:
             self.context.note_error(error)
             raise
+        for cell, mark in marks:
+            native.note_seen(cell, mark)
         self.context.reap()
         self.context.poll()
 
@@ -267,7 +271,8 @@ class Device(Closing):
 
         The last open one of its spec waits for all work and raises the error of what nobody
         had waited for; while another exception is under way, the logger ``memra_lowlevel``
-        reports it instead (on stderr unless configured).
+        reports it instead (on stderr unless configured). Where none is ever closed, the end of
+        the process names the streams that nobody waited for, without asking the driver.
         """
         if not self._closed and self._owns:
             self._closed = True

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from .context import Context
     from .recording import Recording
 
-__all__ = ["Keepable", "Leak", "Owned", "capturing", "census", "gate", "no_leaks", "recordings"]
+__all__ = [
+    "Keepable", "Leak", "Owned", "capturing", "census", "gate", "living", "no_leaks", "recordings",
+]  # fmt: skip
 
 gate = threading.RLock()
 """Held while a capture begins or ends and while dead handles are destroyed."""
@@ -132,6 +134,11 @@ class Leak:
     def __str__(self) -> str:
         size = f", {self.n_bytes} bytes" if self.n_bytes else ""
         return f"{self.kind} {self.name!r} on {self.device}{size} (made at {self.where or '?'})"
+
+
+def living(context: Context) -> list[Owned]:
+    """Every open object of a context, oldest first."""
+    return [o for _, o in sorted(_live.items()) if o.context is context and not o.closed]
 
 
 def census(context: Context | None = None) -> list[Leak]:

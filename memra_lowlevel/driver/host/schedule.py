@@ -130,6 +130,10 @@ class Schedule:
             self._rng = random.Random(current_options().seed)
         return self._rng
 
+    def unseen(self, device: int) -> list[_Failure]:
+        """Failures of a device that nobody was told of."""
+        return list(self._errors.get(device, ()))
+
     def take_errors(self, device: int) -> list[Exception]:
         """Hand over the errors of a device that nobody saw yet."""
         failures = self._errors.pop(device, [])

@@ -232,6 +232,21 @@ class HostState(DriverBase):
                 first.add_note(f"{len(errors) - 1} more operations failed; seen by {call}")
             raise first
 
+    def unseen(self, device: int) -> tuple[list[str], list[Exception]]:
+        """Name what nobody waited for: streams with work that has not run, errors not told.
+
+        Runs nothing and takes no lock: it is asked when the process ends.
+        """
+        errors = [failure.error for failure in self._schedule.unseen(device)]
+        if not self._schedule.pending.get(device, 0):
+            return [], errors
+        names = [
+            f"stream {self.handle_name(s.handle)!r}"
+            for s in list(self._streams.values())
+            if s.ctx.device == device and s.tail is not None and not s.tail.done
+        ]
+        return names or ["a closed stream"], errors
+
     def _finish(self, op: Op | None) -> None:
         if op is not None and not op.done:
             self._schedule.run_until(lambda: op.done)
