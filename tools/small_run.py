@@ -15,7 +15,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from memra_lowlevel import Device, LaunchConfig, formats, launch
-from memra_lowlevel.cache import KvLayer, KvRing, RecurLayer, Recurrent, swa_retain_from
+from memra_lowlevel.cache import HeadTurn, KvLayer, KvRing, RecurLayer, Recurrent, swa_retain_from
 from memra_lowlevel.kernels import (
     kv_attend,
     latent_attend,
@@ -57,6 +57,7 @@ def planes(device: Device, stream: Stream) -> None:
             layer.attend(stream, q, out, window=40, sinks=random(device, stream, 8), softcap=30.0)
             stream.sync()
     tensor_cores(device, stream)
+    turned(device, stream)
     ring = KvRing(640, 32)
     with closing(KvLayer.allocate(device, 4096, 2, 64, window=32, ring=ring, check=False)) as layer:
         q, out = random(device, stream, 1, 8, 64), device.empty((1, 8, 64), np.float32, stream)
@@ -68,6 +69,18 @@ def planes(device: Device, stream: Stream) -> None:
             layer.set_len(stream, layer.len - 1)
             layer.attend(stream, q, out)
             layer.advance(stream, 1)
+        stream.sync()
+
+
+def turned(device: Device, stream: Stream) -> None:
+    """Append with norm and rotation, queries beside K."""
+    with closing(KvLayer.allocate(device, 50, 2, 64, check=False)) as layer:
+        norm = random(device, stream, 64)
+        turn = HeadTurn(random(device, stream, 50, 16, 2), k_norm=norm, q_norm=norm)
+        q = random(device, stream, 5, 8, 64)
+        layer.append(
+            stream, random(device, stream, 5, 128), random(device, stream, 5, 128), turn=turn, q=q
+        )
         stream.sync()
 
 

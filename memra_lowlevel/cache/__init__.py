@@ -1,5 +1,6 @@
 """Planes of an engine: keys and values of each layer, their lengths, rings, bytes and doors."""
 
+from ..kernels.kv_append_heads import HeadTurn
 from .accounting import (
     cache_bytes_per_token,
     cache_bytes_per_token_for_layers,
@@ -73,6 +74,7 @@ __all__ = [
     "CacheSnapshot",
     "DflashTapSink",
     "HcTapSink",
+    "HeadTurn",
     "KvBatch",
     "KvCache",
     "KvDev",

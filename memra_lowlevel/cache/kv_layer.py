@@ -17,7 +17,8 @@ from ..errors import (
 )
 from ..formats import Format
 from ..graph.capture import capture_of
-from ..kernels import kv_append, kv_attend, kv_move
+from ..kernels import kv_append, kv_append_heads, kv_attend, kv_move
+from ..kernels.kv_append_heads import HeadTurn
 from ..runtime.device import Device
 from ..runtime.memory import Buffer
 from ..runtime.stream import expect_stream
@@ -188,19 +189,37 @@ class KvLayer(OneLength):
         return range(start, end)
 
     # -- rows in, attention out -------------------------------------------------------------------
-    def append(self, stream: Stream, k: Buffer, v: Buffer, *, programmatic: bool = False) -> None:
+    def append(
+        self,
+        stream: Stream,
+        k: Buffer,
+        v: Buffer,
+        *,
+        turn: HeadTurn | None = None,
+        q: Buffer | None = None,
+        programmatic: bool = False,
+    ) -> None:
         """Quantise rows and write them behind the length, which does not move.
 
         Parameters
         ----------
         stream : Stream
         k, v : Buffer
-            f32 ``[n, kv_dim_k]`` and ``[n, kv_dim_v]``, already normalised and rotated.
+            f32 ``[n, kv_dim_k]`` and ``[n, kv_dim_v]``; K already normalised and rotated unless
+            there is a ``turn``.
+        turn : HeadTurn, optional
+            RMS norm and rotation of K's heads in the same launch. Its table of angles holds
+            ``max_ctx`` positions or more.
+        q : Buffer, optional
+            f32 ``[n, n_heads, head_dim]``: queries to turn in place in the same launch.
         programmatic : bool
             Start while the predecessor, a kernel of the stream, still runs, on GPUs that can.
 
         Raises
         ------
+        ArgumentError
+            A buffer of another shape, a table of angles that ends before ``max_ctx``, ``q``
+            without a ``turn``.
         CapacityExceeded
             ``len + n`` is more than the plane holds.
         RingLapped
@@ -214,15 +233,24 @@ class KvLayer(OneLength):
                 f"{self.name}.append: k has {n} rows, v has {v.shape[0]}",
                 kernel="append_kv", index=1, name="v", expected=f"{n} rows", got=str(v.shape[0]),
             )  # fmt: skip
+        self._check_turn(turn, q)
         self.reserve(stream, n)
         if self.check and stream.recording is None:
             self._check_finite(stream, k, v)
         try:
-            kv_append.append(
-                stream, k, v, self.k, self.v, self.len_d,
-                k_format=self.k_format, v_format=self.v_format, rows=self.rows, base_d=self.base_d,
-                programmatic=programmatic,
-            )  # fmt: skip
+            if turn is None:
+                kv_append.append(
+                    stream, k, v, self.k, self.v, self.len_d,
+                    k_format=self.k_format, v_format=self.v_format, rows=self.rows,
+                    base_d=self.base_d, programmatic=programmatic,
+                )  # fmt: skip
+            else:
+                kv_append_heads.append(
+                    stream, k, v, self.k, self.v, self.len_d, turn,
+                    k_format=self.k_format, v_format=self.v_format, rows=self.rows,
+                    n_kv_heads=self.n_kv_heads, q=q, base_d=self.base_d,
+                    programmatic=programmatic,
+                )  # fmt: skip
         except (ArgumentError, CaptureForbidden) as error:
             expect.asked_by(f"{self.name}.append", "append", error)
             raise
@@ -490,6 +518,19 @@ class KvLayer(OneLength):
             stream, self._fault, self.kv_dim_k, self.kv_dim_v, head_dim=self.head_dim_k,
             name=self.name,
         )  # fmt: skip
+
+    def _check_turn(self, turn: HeadTurn | None, q: Buffer | None) -> None:
+        who = f"{self.name}.append"
+        if turn is None:
+            if q is not None:
+                raise expect.refusal(f"{who}: q", q, "no q without a turn")
+            return
+        expect.kind(f"{who}: turn", turn, HeadTurn, "a HeadTurn")
+        if turn.angles is not None and turn.angles.shape[0] < self.max_ctx:
+            raise expect.refusal(
+                f"{who}: angles of {turn.angles.shape[0]} positions", turn.angles,
+                f"a table of at least max_ctx = {self.max_ctx} positions",
+            )  # fmt: skip
 
     def _rows_of(self, name: str, rows: Buffer, width: int) -> int:
         expect.kind(f"{self.name}.append: {name}", rows, Buffer, "a Buffer")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from memra_lowlevel import formats
-from memra_lowlevel.cache import KvLayer, KvRing
+from memra_lowlevel.cache import HeadTurn, KvLayer, KvRing
 from memra_lowlevel.errors import (
     ArgumentError,
     CapacityExceeded,
@@ -17,6 +17,7 @@ from memra_lowlevel.errors import (
     RingLapped,
 )
 from memra_lowlevel.graph import sync_counters
+from memra_lowlevel.reference.model import rope_angles
 
 HEAD = 64
 
@@ -591,3 +592,38 @@ def test_a_closed_layer_says_so(device, stream):
     ):
         with pytest.raises(ClosedError, match=r"gone\.\w+: the planes of the layer were closed"):
             call()
+
+
+def test_append_with_norm_and_rotation_replays_as_it_ran(device, stream):
+    """Positions come from the length: a captured append turns each row by its own."""
+    rng = np.random.default_rng(19)
+    eager, replayed = (KvLayer.allocate(device, 40, 2, HEAD, name=n) for n in ("eager", "replayed"))
+    table = rope_angles(40, HEAD, 1e4).astype(np.float32)
+    norms = [rows(device, stream, rng, 1, HEAD).view(0, (HEAD,), np.float32) for _ in range(2)]
+    turn = HeadTurn(device.from_numpy(table, stream), True, *norms)
+    k, v = rows(device, stream, rng, 1, 2 * HEAD), rows(device, stream, rng, 1, 2 * HEAD)
+    q0 = rng.normal(size=(1, 4, HEAD)).astype(np.float32)
+    q = device.from_numpy(q0, stream)
+    eager.append(stream, k, v, turn=turn, q=q)  # loads the kernel
+    with stream.capture("turned") as graph:
+        replayed.append(stream, k, v, turn=turn, q=q)
+        replayed.advance(stream, 1)
+    with graph.instantiate() as once:
+        for _ in range(12):
+            q.copy_from(stream, q0)
+            eager.append(stream, k, v, turn=turn, q=q)
+            eager.advance(stream, 1)
+            turned = q.to_numpy(stream)
+            q.copy_from(stream, q0)
+            once.launch(stream)
+            assert np.array_equal(q.to_numpy(stream).view(np.uint32), turned.view(np.uint32))
+    for side in "kv":
+        kept = plane_rows(eager, stream, side, 0, 12)
+        assert kept == plane_rows(replayed, stream, side, 0, 12)
+        assert len(set(kept)) == (12 if side == "k" else 1)  # the same K at twelve positions
+    short = HeadTurn(device.from_numpy(table[:39], stream))
+    for words in ({"turn": short}, {"q": q}, {"turn": norms[0]}, {"turn": turn, "q": k}):
+        with pytest.raises(ArgumentError, match=r"^eager\.append: "):
+            eager.append(stream, k, v, **words)
+    for layer in (eager, replayed):
+        layer.close()

@@ -125,8 +125,15 @@ def model(name):
     return drive
 
 
+def append_heads(text):
+    for fmt in (Q8_0, Q5_1):
+        for order in ORDERS:
+            family("kernels/test_kv_append_heads.py").run_heads(fmt, text, order)
+
+
 DRIVES = {
     "kv/append.cu": append,
+    "kv/append_heads.cu": append_heads,
     "kv/attend.cu": attend,
     "kv/attend_mma.cu": attend_mma,
     "recur/delta.cu": delta,

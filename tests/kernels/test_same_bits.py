@@ -76,6 +76,11 @@ def append() -> None:
         kv.run_append(fmt, x)
 
 
+def append_heads() -> None:
+    for fmt in FORMATS.values():
+        family("kernels/test_kv_append_heads.py").run_heads(fmt)
+
+
 def move() -> None:
     family("kernels/test_kv_move.py").test_no_order_between_threads_is_needed("random")
 
@@ -101,6 +106,7 @@ DRIVES: dict[str, Callable[[], None]] = {
     "kv/counters.cu": counters,
     "bench/ceiling.cu": ceilings,
     "kv/append.cu": append,
+    "kv/append_heads.cu": append_heads,
     "kv/move.cu": move,
     "speculative/chain.cu": chain,
     **{f"latent/{n}": functools.partial(latent, n) for n in ("append.cu", "index.cu", "select.cu")},
