@@ -1,8 +1,7 @@
-"""Decode attention and append over quantised planes, in a graph over rotating planes."""
+"""Decode attention over quantised planes, in a graph over rotating planes."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,8 +14,6 @@ from ..cache.kv_layer import KvLayer
 from ..cache.planes import Lengths, Workspace
 from ..cache.ring import KvRing, swa_ring_rows
 from ..formats import E4M3, F16, Q4_0, Q5_1, Q8_0, Format
-from ..kernels import kv_move
-from ..kernels.early import starts_early
 from .clock import n_sets
 from .result import Row
 
@@ -24,7 +21,10 @@ if TYPE_CHECKING:
     from ..runtime.memory import Buffer
     from .run import Run
 
-__all__ = ["CASES", "ROWS", "Case", "measure_append", "measure_attend", "measure_rows"]
+__all__ = [
+    "CASES", "ROWS", "Case", "device_rows", "fill", "halves", "measure_attend", "measure_rows",
+    "normal", "planes",
+]  # fmt: skip
 
 K = 1024
 _FILL_ROWS = 4096
@@ -160,69 +160,13 @@ def measure_rows(run: Run) -> None:
             attend_rows(run, case)
 
 
-def measure_append(run: Run) -> None:
-    """Time one append of K and V, from one row to a bulk, and a ring's rebase.
-
-    The floor is a copy of the bytes.
-    """
-    n_kv_heads, head_dim = (2, 64) if run.small else (8, 128)
-    kv_dim = n_kv_heads * head_dim
-    for n_rows in (1, 4) if run.small else (1, 4, 8, 16, 512, 4096):
-        case = Case(n_kv_heads, n_kv_heads, head_dim, n_rows)
-        n_bytes = n_rows * (8 * kv_dim + case.key_bytes)
-        with _planes(run, case, n_sets(n_bytes, small=run.small)) as (layers, _):
-            rows = [_device_rows(run, n_rows, kv_dim, i) for i in range(len(layers))]
-            _appending(run, layers[0], rows[0])()  # loads the kernel
-            for early in (True, False) if starts_early(run.device, True) else (False,):
-                samples = run.timed(
-                    [_appending(run, la, kv, early) for la, kv in zip(layers, rows, strict=True)]
-                )
-                name = f"append {n_kv_heads}x{head_dim}, {n_rows} rows, {Q8_0}/{Q5_1}"
-                row = Row(name + ", starts early" * early, "us", samples, extra={"bytes": n_bytes})
-                if not run.small:
-                    row.floor = run.ceilings.copy_us(n_bytes // 2)
-                    row.goal = 1.6 if n_rows <= 16 else round(row.floor / 0.8, 2)
-                run.add(row)
-            for buffer in rows:
-                buffer.close()
-    _measure_rebase(run)
-
-
-def _measure_rebase(run: Run) -> None:
-    """Time moving a ring's rows to its beginning, overlapping; the floor is a copy of them."""
-    n_kv_heads, head_dim = (2, 64) if run.small else (8, 128)
-    for n_rows, src_row in ((60, 30),) if run.small else ((1055, 2048), (40_000, 8192)):
-        case = Case(n_kv_heads, n_kv_heads, head_dim, src_row + n_rows)
-        k_row = case.k_format.row_bytes(n_kv_heads * head_dim)
-        n_bytes = n_rows * case.key_bytes
-        with _planes(run, case, n_sets(2 * n_bytes, small=run.small)) as (layers, lengths):
-            _fill(run, case, layers, lengths)
-            calls = [
-                functools.partial(
-                    kv_move.move_rows, run.stream, layer.k, layer.v, k_row,
-                    case.key_bytes - k_row, src_row, n_rows,
-                )
-                for layer in layers
-            ]  # fmt: skip
-            calls[0]()  # loads the kernel
-            samples = run.timed(calls)
-            row = Row(
-                f"rebase {n_kv_heads}x{head_dim}, {n_rows} rows by {src_row}, {Q8_0}/{Q5_1}", "us",
-                samples, extra={"bytes": n_bytes},
-            )  # fmt: skip
-            if not run.small:
-                row.floor = run.ceilings.copy_us(n_bytes)
-                row.goal = round(row.floor / 0.8, 2) if n_rows > 10_000 else None
-            run.add(row)
-
-
 def measure_case(run: Run, case: Case) -> Row:
     """Time one case of attention, over planes that together outgrow every cache."""
     device, stream = run.device, run.stream
     n_bytes = case.n_keys * case.key_bytes
-    with _planes(run, case, n_sets(n_bytes, small=run.small)) as (layers, lengths):
-        _fill(run, case, layers, lengths)
-        q = device.from_numpy(_normal((case.n_rows, case.n_heads, case.head_dim), 1), stream)
+    with planes(run, case, n_sets(n_bytes, small=run.small)) as (layers, lengths):
+        fill(run, case, layers, lengths)
+        q = device.from_numpy(normal((case.n_rows, case.n_heads, case.head_dim), 1), stream)
         out = device.empty(q.shape, np.float32, stream)
         for layer in layers[:2]:
             layer.attend(stream, q, out)  # loads the kernels, sizes the workspace
@@ -248,17 +192,18 @@ def _numbers(case: Case) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _normal(shape: tuple[int, ...], seed: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+def normal(shape: tuple[int, ...], seed: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Random rows."""
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
-def _device_rows(run: Run, n: int, kv_dim: int, seed: int) -> Buffer:
+def device_rows(run: Run, n: int, kv_dim: int, seed: int) -> Buffer:
     """Return K rows, then V rows: f32 [2, n, kv_dim]."""
-    return run.device.from_numpy(_normal((2, n, kv_dim), seed), run.stream)
+    return run.device.from_numpy(normal((2, n, kv_dim), seed), run.stream)
 
 
 @contextmanager
-def _planes(run: Run, case: Case, n: int) -> Iterator[tuple[list[KvLayer], Lengths]]:
+def planes(run: Run, case: Case, n: int) -> Iterator[tuple[list[KvLayer], Lengths]]:
     """Give n layers with one length and one workspace, as the layers of a model have them."""
     device, stream = run.device, run.stream
     geometry = KvGeometry(
@@ -288,12 +233,12 @@ def _planes(run: Run, case: Case, n: int) -> Iterator[tuple[list[KvLayer], Lengt
     arena.close()
 
 
-def _fill(run: Run, case: Case, layers: list[KvLayer], lengths: Lengths) -> None:
+def fill(run: Run, case: Case, layers: list[KvLayer], lengths: Lengths) -> None:
     """Write random rows wherever a query looks, and leave the length so that it sees ``ctx``."""
     stream, kv_dim = run.stream, case.n_kv_heads * case.head_dim
     first = case.ctx - case.n_keys
     piece = min(case.n_keys, _FILL_ROWS)
-    both = _device_rows(run, piece, kv_dim, 0)
+    both = device_rows(run, piece, kv_dim, 0)
     lengths.set(stream, first)
     for layer in layers:
         if layer.ring is not None:
@@ -301,14 +246,15 @@ def _fill(run: Run, case: Case, layers: list[KvLayer], lengths: Lengths) -> None
     for start in range(first, case.ctx, piece):
         n = min(piece, case.ctx - start)
         for layer in layers:
-            layer.append(stream, *_halves(both, n))
+            layer.append(stream, *halves(both, n))
         lengths.advance(stream, n)
     lengths.set(stream, case.ctx - case.n_rows)
     stream.sync()
     both.close()
 
 
-def _halves(both: Buffer, n: int) -> tuple[Buffer, Buffer]:
+def halves(both: Buffer, n: int) -> tuple[Buffer, Buffer]:
+    """Give the first n rows of K and of V of :func:`device_rows`."""
     _, whole, kv_dim = both.shape
     k = both.view(0, (n, kv_dim), np.float32)
     return k, both.view(4 * whole * kv_dim, (n, kv_dim), np.float32)
@@ -317,8 +263,3 @@ def _halves(both: Buffer, n: int) -> tuple[Buffer, Buffer]:
 def _attending(run: Run, layer: KvLayer, q: Buffer, out: Buffer) -> Callable[[], None]:
     # As in a model's chain: each kernel may start while the one before it ends.
     return lambda: layer.attend(run.stream, q, out, programmatic=True)
-
-
-def _appending(run: Run, layer: KvLayer, both: Buffer, early: bool = False) -> Callable[[], None]:
-    k, v = _halves(both, both.shape[1])
-    return lambda: layer.append(run.stream, k, v, programmatic=early)

@@ -24,7 +24,7 @@ GROUPS = {
     "ceilings": "ceilings:measure",
     "launch": "launch:measure_launch",
     "replay": "launch:measure_replay",
-    "append": "attend:measure_append",
+    "append": "append:measure_append",
     "attend": "attend:measure_attend",
     "rows": "attend:measure_rows",
     "latent": "latent:measure_latent",
