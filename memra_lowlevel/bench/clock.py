@@ -106,11 +106,14 @@ def host_us_in_turn(
     settle
         Drains the device after each sample.
     n_samples
-        Per call. What drifts, such as a clock, then drifts for all calls alike.
+        Per call, each turn in the other direction. What drifts, such as a clock, then drifts for
+        all calls alike, and so does what a call leaves behind for the next one; samples of one
+        turn may be compared one by one.
     """
     samples: list[list[float]] = [[] for _ in calls]
+    pairs = list(zip(calls, samples, strict=True))
     for turn in range(n_samples + 1):  # the first one warms up
-        for (call, args, n_calls), found in zip(calls, samples, strict=True):
+        for (call, args, n_calls), found in pairs[:: 1 if turn % 2 else -1]:
             loop = _loop(len(args))
             start = time.perf_counter_ns()
             loop(range(n_calls), call, *args)

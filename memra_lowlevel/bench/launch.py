@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 
 __all__ = ["N_NODES", "measure_launch", "measure_replay"]
 
-N_CALLS = 200
 N_NODES = 60
 """Kernels of the chain that is replayed."""
 
 _BATCH = 50
+# Many short samples: a host is disturbed for milliseconds now and then, and its clock wanders.
+_LAUNCHES, _REPLAYS, _WAITS = (_BATCH, 201), (20, 301), (10, 101)  # calls of a sample, samples
+_SMALL = (2, 3)
 _C_LAUNCH, _C_REPLAY = "launch, C", "replay, C"
 
 
@@ -38,7 +40,7 @@ def measure_launch(run: Run) -> None:
     plan = prepare(device, config, kernel, *arguments)
     plan.launch(stream)
     stream.sync()
-    n_calls, n_samples = (_BATCH, 3) if run.small else (N_CALLS, 31)
+    n_calls, n_samples = (_BATCH, 3) if run.small else _LAUNCHES
     calls: dict[str, _Call] = {
         "launch, prepared": (plan.launch, (stream,), 1),
         "launch, many at once": (launch_many, (stream, [plan] * _BATCH), _BATCH),
@@ -51,12 +53,11 @@ def measure_launch(run: Run) -> None:
         bare = (native.lib.mll_bare_launches, (plan._plan, stream.cell, n_calls), n_calls)
         calls = {c_row: bare, **calls}
     found = _in_turn(calls, stream.sync, n_calls, n_samples)
-    goals = {}
-    if c_row is not None:
-        most = round(1.05 * median(found[c_row]), 3)
-        goals = dict.fromkeys(("launch, prepared", "launch, many at once"), most)
     for what, samples in found.items():
-        run.add(_row(what, samples, "launch", c_row, goals.get(what)))
+        row = _row(what, samples, "launch", c_row)
+        if c_row is not None and what in ("launch, prepared", "launch, many at once"):
+            row.goal = _goal(row, found[c_row], 1.05)
+        run.add(row)
     _with_sync(run, plan, c_row)
     _overhead(run)
     if run.peers and device.kind == "cuda":
@@ -82,9 +83,9 @@ def _with_sync(run: Run, plan: Any, c_row: str | None) -> None:
     calls: dict[str, _Call] = {"launch + sync": (ours, (), 1)}
     if c_row is not None:
         calls = {f"{c_row} + sync": (bare, (), 1), **calls}
-    n_calls, n_samples = (2, 3) if run.small else (50, 21)
+    n_calls, n_samples = _SMALL if run.small else _WAITS
     for what, samples in _in_turn(calls, _nothing, n_calls, n_samples).items():
-        run.add(_row(what, samples, "launch + sync", c_row and f"{c_row} + sync", None))
+        run.add(_row(what, samples, "launch + sync", c_row and f"{c_row} + sync"))
 
 
 def measure_replay(run: Run, n_nodes: int = N_NODES) -> None:
@@ -112,7 +113,7 @@ def _chain(run: Run, plan: Any, n_nodes: int, which: str) -> bool:
     with stream.capture("chain") as graph:
         for _ in range(n_nodes):
             plan.launch(stream)
-    n_calls, n_samples = (2, 3) if run.small else (20, 31)
+    counts = (_SMALL, _SMALL) if run.small else (_REPLAYS, _WAITS)
     with graph, graph.instantiate() as step:
         step.upload(stream)
         step.launch(stream)
@@ -131,17 +132,19 @@ def _chain(run: Run, plan: Any, n_nodes: int, which: str) -> bool:
         hosts: dict[str, _Call] = {replay: (step.launch, (stream,), 1)}
         waits: dict[str, _Call] = {synced: (both, (), 1)}
         if cell is not None:
-            bare = native.lib.mll_bare_graph_launches
+            bare, n_calls = native.lib.mll_bare_graph_launches, counts[0][0]
             hosts = {c_row: (bare, (cell, stream.cell, n_calls), n_calls), **hosts}
             waits = {f"{c_row} + sync": (c_both, (), 1), **waits}
-        for calls, settle, factor, more in (
-            (hosts, stream.sync, 1.0, 0.1), (waits, _nothing, 1.03, 0.0),
+        for calls, settle, how, factor, more in (
+            (hosts, stream.sync, counts[0], 1.0, 0.1), (waits, _nothing, counts[1], 1.03, 0.0),
         ):  # fmt: skip
-            found = _in_turn(calls, settle, n_calls, n_samples)
+            found = _in_turn(calls, settle, *how)
             work, base = list(calls)[-1], None if cell is None else next(iter(calls))
-            goal = None if base is None else round(factor * median(found[base]) + more, 3)
             for what, samples in found.items():
-                run.add(_row(what, samples, work, base, goal if what == work else None))
+                row = _row(what, samples, work, base)
+                if base is not None and what == work:
+                    row.goal = _goal(row, found[base], factor, more)
+                run.add(row)
     return cell is not None
 
 
@@ -161,10 +164,20 @@ def _in_turn(
     }
 
 
-def _row(what: str, samples: list[float], work: str, base: str | None, goal: float | None) -> Row:
+def _row(what: str, samples: list[float], work: str, base: str | None) -> Row:
     if what == base:
         return Row(what, "us", samples, peer="C", work=work)
-    return Row(what, "us", samples, work=work, baseline=base, goal=goal)
+    return Row(what, "us", samples, work=work, baseline=base, in_turn=base is not None)
+
+
+def _goal(row: Row, base: list[float], factor: float, more: float = 0.0) -> float:
+    """Give ``factor`` times what C took, and ``more``; C's time is ours less what ours took longer.
+
+    The median of the differences of each turn repeats better than the difference of the medians,
+    where a time has two modes.
+    """
+    longer = median(ours - c for ours, c in zip(row.samples, base, strict=True))
+    return round(factor * (row.median - longer) + more, 3)
 
 
 def _overhead(run: Run) -> None:

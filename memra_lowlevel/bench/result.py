@@ -74,6 +74,9 @@ class Row:
         ``what`` of a row of the same run that this one is compared with, e.g. the same in C.
     goal : float or None
         The mark that this row is to reach, same unit.
+    in_turn : bool
+        Its samples were taken in turn with those of ``baseline``: equal places belong together, and
+        what drifted in between drifted for both.
     """
 
     what: str
@@ -87,6 +90,7 @@ class Row:
     work: str = ""
     baseline: str | None = None
     goal: float | None = None
+    in_turn: bool = False
 
     def __post_init__(self) -> None:
         if not self.samples:
@@ -159,6 +163,8 @@ def ratio(row: Row, rows: Iterable[Row]) -> float | None:
         return row.share
     for other in rows:
         if other.what == row.baseline and row.median:
+            if row.in_turn and len(row.samples) == len(other.samples):
+                return median(b / s for b, s in zip(other.samples, row.samples, strict=True) if s)
             return other.median / row.median
     return None
 
@@ -197,7 +203,9 @@ def row_data(row: Row) -> dict[str, Any]:
     """Give a row for JSON: its fields, and the median of its samples."""
     data = {f.name: getattr(row, f.name) for f in fields(row)}
     data = {
-        k: v for k, v in data.items() if v not in (None, "", {}) and (k, v) != ("work", row.what)
+        k: v
+        for k, v in data.items()
+        if v not in (None, "", {}, False) and (k, v) != ("work", row.what)
     }
     data["samples"] = [round(s, 4) for s in row.samples]
     data["median"] = median(data["samples"])

@@ -287,16 +287,15 @@ def _attend(result: Result, kind: str) -> list[str]:
 def _launch(result: Result, kind: str) -> list[str]:
     """Return host costs: time, and how many times that of C in the same run."""
     rows = result.group(kind)
-    medians = {row.what: row.median for row in rows}
     body = []
     for row in rows:
-        over = medians[row.baseline] if row.baseline else None
+        share = ratio(row, rows) if row.baseline else None
         body.append(
             [
                 row.what,
                 _figure(row.median, row.unit),
                 f"{row.spread:.1%}",
-                "" if over is None else f"{row.median / over:.2f} ×",
+                "" if share is None else f"{1 / share:.2f} ×",
                 ""
                 if row.goal is None
                 else f"{'✓' if row.median <= row.goal else '✗'} {row.goal:g}",

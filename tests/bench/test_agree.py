@@ -10,6 +10,12 @@ from memra_lowlevel.bench.agree import Pair
 from memra_lowlevel.bench.result import Row
 
 
+@pytest.fixture(autouse=True)
+def sources_hold_still(monkeypatch):
+    """Whatever is being edited."""
+    monkeypatch.setattr(sources, "digest_of", lambda family: f"digest of {family}")
+
+
 def both(tmp_path, scale, **about):
     first = write(tmp_path / "first.json")
     return [str(first), str(write(tmp_path / "second.json", scale, **about))]

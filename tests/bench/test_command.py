@@ -4,11 +4,22 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from synthetic import rows
 
 from memra_lowlevel import Device, cli, errors
-from memra_lowlevel.bench import attend, ceilings, clock, command, peers, plot, result, tables
+from memra_lowlevel.bench import (
+    attend,
+    ceilings,
+    clock,
+    command,
+    launch,
+    peers,
+    plot,
+    result,
+    tables,
+)
 from memra_lowlevel.bench.attend import CASES, ROWS, Case, measure_case
 from memra_lowlevel.bench.clock import graph_us
 from memra_lowlevel.bench.result import REPOSITORY, Row, load, ratio
@@ -123,6 +134,14 @@ def test_ceilings_interpolate():
     assert found.copy_us(1) == 2.0 and found.copy_us(2 << 20) == 4.0
 
 
+def test_samples_in_turn_change_their_order():
+    said = []
+    calls = [(said.append, (name,), 2) for name in "abc"]
+    found = clock.host_us_in_turn(calls, lambda: said.append("|"), 2)
+    assert "".join(said) == "cc|bb|aa|aa|bb|cc|cc|bb|aa|"
+    assert [len(samples) for samples in found] == [2, 2, 2]  # the first turn warms up
+
+
 def test_a_line_says_share_and_goal():
     found = rows()
     text = command.line(found[0], found)
@@ -161,6 +180,8 @@ def test_the_whole_path_with_floors_and_goals(monkeypatch):
     monkeypatch.setattr(ceilings, "ROTATION_BYTES", 2 << 20)
     monkeypatch.setattr(attend, "CASES", attend._SMALL)
     monkeypatch.setattr(attend, "ROWS", attend._SMALL_ROWS)
+    monkeypatch.setattr(launch, "_REPLAYS", (2, 101))
+    monkeypatch.setattr(launch, "_WAITS", (2, 5))
     with Device("host") as device, device.stream(name="bench") as stream:
         state = Run(device, stream)
         state.timed = lambda calls, n=2: graph_us(device, stream, calls, 2)
@@ -178,9 +199,12 @@ def test_the_whole_path_with_floors_and_goals(monkeypatch):
     assert more and all(row.goal and row.extra["over_one_row"] for row in more)
     named = {row.what: row for row in state.rows}
     if "launch, C" in named:
-        c_us = named["launch, C"].median
-        assert named["launch, prepared"].goal == pytest.approx(1.05 * c_us, abs=1e-3)
-        assert named["replay"].goal == pytest.approx(named["replay, C"].median + 0.1, abs=1e-3)
+        for what, factor, more in (("launch", 1.05, 0.0), ("replay", 1.0, 0.1)):
+            ours, c = named["launch, prepared" if factor > 1 else what], named[f"{what}, C"]
+            assert ours.in_turn and ours.baseline == c.what and len(ours.samples) > 100
+            longer = np.median(np.subtract(ours.samples, c.samples))
+            wanted = factor * (ours.median - longer) + more
+            assert ours.goal == pytest.approx(wanted, abs=1e-3)
     for group in ("ceilings", "attend", "rows", "launch", "replay"):
         found = result.Result(REPOSITORY, {"command": []}, state.rows, [], {}, [], "")
         assert len(tables.render(group, found, "x.json")) == len(by_group_lines(found, group)) + 4

@@ -18,8 +18,8 @@ def test_a_file_comes_back(tmp_path):
     assert [row.what for row in found.rows] == [row.what for row in rows()]
     for back, row in zip(found.rows, rows(), strict=True):
         assert back.samples == [round(s, 4) for s in row.samples]
-        assert (back.floor, back.goal, back.work, back.peer) == (
-            row.floor, row.goal, row.work, row.peer,
+        assert (back.floor, back.goal, back.work, back.peer, back.in_turn) == (
+            row.floor, row.goal, row.work, row.peer, row.in_turn,
         )  # fmt: skip
     assert not any(found.stale(row.group) for row in found.rows)
 
@@ -31,6 +31,12 @@ def test_statistics():
     other = Row("y", "us", [6.0], baseline="x")
     assert ratio(other, [row, other]) == 0.5 and ratio(row, [row, other]) == 0.5
     assert ratio(Row("z", "us", [1.0]), []) is None
+    # Taken in turn, samples are compared one by one: two modes that both share cancel.
+    base = Row("c", "us", [1.0, 8.0, 1.0, 8.0])
+    ours = Row("o", "us", [1.25, 10.0, 1.25, 10.0], baseline="c", in_turn=True)
+    assert ratio(ours, [base, ours]) == 0.8
+    apart = Row("o", "us", [10.0, 10.0, 1.25, 10.0], baseline="c")
+    assert ratio(apart, [base, apart]) == 0.45
     with pytest.raises(errors.ArgumentError, match="without samples"):
         Row("nothing", "us", [])
 
