@@ -1,5 +1,5 @@
 // Appends rows of K and V to their planes, quantised, in one launch.
-#include "common/block32.cuh"
+#include "common/block32_eighth.cuh"
 #include "common/counters.cuh"
 #include "common/dependent.cuh"
 
@@ -25,6 +25,40 @@ __device__ __forceinline__ int32_t load_here(const int32_t* from) {
 #else
     return *from;
 #endif
+}
+
+// Where a row goes. All that it needs of memory is asked for when it is made, and waited for when the
+// physical row is.
+struct Place {
+    uintptr_t plane;
+    int64_t offset;
+    int32_t len, base;
+
+    __device__ __forceinline__ int64_t physical() const { return offset + len - base; }
+};
+
+__device__ __forceinline__ Place place_of(const Target& target, int side, int row) {
+    Place place = {uintptr_t(target.plane), 0, 0, 0};
+    if (target.table != nullptr) {
+        const RowView view = row_view(nullptr, nullptr, nullptr, nullptr, target.table, row);
+        place.plane = uintptr_t(side == 0 ? view.k : view.v);
+        place.offset = view.slot - view.base;
+    } else if (target.plane != nullptr) {
+        place.len = load_here(target.len_d);
+        if (target.base_d != nullptr) place.base = load_here(target.base_d);
+        place.offset = row;
+    }
+    return place;
+}
+
+// Keeps the first block that does not read back finite and the last row without room; see append_kv.
+__device__ __forceinline__ void note_fault(int32_t* fault, bool has_room, bool is_bad, int row,
+                                           int side, int widest, int block) {
+    if (!has_room) {
+        atomicMax(fault + 1, row + 1);
+    } else if (is_bad) {
+        atomicMax(fault, 0x7FFFFFFF - ((2 * row + side) * widest + block));
+    }
 }
 
 // Rows of one side that a warp takes: a run of blocks of each of [first_row, end_row).
@@ -71,24 +105,13 @@ __device__ __forceinline__ void append_part(const float* __restrict__ rows, cons
     for (int row = part.first_row; row < part.end_row; row++, x += width) {
         // All that this row needs of memory is asked for before anything is waited for.
         const Half own = load_half<F>(x, half);
-        uintptr_t plane = uintptr_t(target.plane);
-        int32_t len = 0, base = 0;
-        int64_t offset = 0;
-        if (target.table != nullptr) {
-            const RowView view = row_view(nullptr, nullptr, nullptr, nullptr, target.table, row);
-            plane = uintptr_t(part.side == 0 ? view.k : view.v);
-            offset = view.slot - view.base;
-        } else if (writes) {
-            len = load_here(target.len_d);
-            if (target.base_d != nullptr) base = load_here(target.base_d);
-            offset = row;
-        }
+        const Place place = place_of(target, part.side, row);
         PackedHalf<F> packed;
         const bool is_bad = pack_half<F>(x, own, half, &packed);
 
-        const int64_t physical = offset + len - base;
+        const int64_t physical = place.physical();
         const bool has_room = physical >= 0 && physical < target.capacity;
-        const uintptr_t to = plane + uint64_t(uint32_t(physical)) * uint32_t(row_bytes) +
+        const uintptr_t to = place.plane + uint64_t(uint32_t(physical)) * uint32_t(row_bytes) +
                              part.first_block * block_bytes<F>();
 
         if constexpr (block_bytes<F>() % 16 == 0) {
@@ -103,14 +126,8 @@ __device__ __forceinline__ void append_part(const float* __restrict__ rows, cons
             __syncwarp();
             if (writes && has_room) store_run(stage, to, n_run * block_bytes<F>(), lane);
         }
-        if (fault != nullptr && is_live) {
-            if (!has_room) {
-                atomicMax(fault + 1, row + 1);
-            } else if (is_bad) {
-                const int code = (2 * row + part.side) * part.widest + part.first_block + block;
-                atomicMax(fault, 0x7FFFFFFF - code);
-            }
-        }
+        if (fault != nullptr && is_live)
+            note_fault(fault, has_room, is_bad, row, part.side, part.widest, part.first_block + block);
     }
 }
 
@@ -153,4 +170,48 @@ __global__ void __launch_bounds__(APPEND_THREADS, APPEND_RESIDENT)
         if (side == 0) append_part<KF>(k, target, part, stages[warp], fault);
         else append_part<VF>(v, target, part, stages[warp], fault);
     }
+}
+
+template <int F>
+__device__ __forceinline__ void append_eighth(const float* __restrict__ rows, const Target& target,
+                                              int side, int row, int n_blocks, int widest, int block,
+                                              int e, int32_t* fault) {
+    const bool is_live = block < n_blocks;  // else it packs the last block, for nobody
+    const float* x = rows + (size_t(row) * n_blocks + min(block, n_blocks - 1)) * BLOCK_ELEMENTS;
+    const float4 own = reinterpret_cast<const float4*>(x)[e];
+    const Place place = place_of(target, side, row);
+    PackedEighth<F> packed;
+    const bool is_bad = pack_eighth<F>(x, own, e, &packed);
+    const int64_t physical = place.physical();
+    const bool has_room = physical >= 0 && physical < target.capacity;
+    const bool writes = target.table != nullptr || target.plane != nullptr;
+    const uintptr_t to = place.plane + uint64_t(uint32_t(physical)) *
+                                           uint32_t(n_blocks * block_bytes<F>()) +
+                         block * block_bytes<F>();
+    if (writes && has_room && is_live) store_eighth<F>(packed, reinterpret_cast<uint8_t*>(to), e);
+    if (fault != nullptr && is_live)
+        note_fault(fault, has_room, is_bad, row, side, widest, block);
+}
+
+// The same for few rows, eight threads a block. Grid (ceil(blocks of a row of the wider side * 8 / threads),
+// n_rows, 2), whole warps, at most 128 threads; z chooses the side. Parameters are those of append_kv.
+template <int KF, int VF>
+__global__ void __launch_bounds__(APPEND_THREADS)
+    append_few(const float* __restrict__ k, const float* __restrict__ v, uint8_t* NULLABLE k_plane,
+               uint8_t* NULLABLE v_plane, int32_t kv_dim_k, int32_t kv_dim_v, int32_t capacity,
+               const int32_t* NULLABLE len_d, const int32_t* NULLABLE base_d,
+               const uint64_t* NULLABLE table, int32_t* NULLABLE fault) {
+    admit_successor();
+    const int side = blockIdx.z, row = blockIdx.y;
+    const int thread = blockIdx.x * blockDim.x + threadIdx.x;
+    const int block = thread / BLOCK_EIGHTHS, e = thread % BLOCK_EIGHTHS;
+    const int n_blocks = (side == 0 ? kv_dim_k : kv_dim_v) / BLOCK_ELEMENTS;
+    const int widest = (kv_dim_k > kv_dim_v ? kv_dim_k : kv_dim_v) / BLOCK_ELEMENTS;
+    const Target target = {side == 0 ? k_plane : v_plane, len_d, base_d, table, capacity};
+    // While a thread waits, its elements come nearer.
+    const size_t at = size_t(row) * n_blocks + min(block, n_blocks - 1);
+    prefetch_line((side == 0 ? k : v) + at * BLOCK_ELEMENTS);
+    await_predecessor();
+    if (side == 0) append_eighth<KF>(k, target, side, row, n_blocks, widest, block, e, fault);
+    else append_eighth<VF>(v, target, side, row, n_blocks, widest, block, e, fault);
 }

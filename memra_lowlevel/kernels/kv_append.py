@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -28,35 +28,40 @@ _THREADS = 128
 _WARP = 32
 _MAX_GRID_Y = 65535
 _RUN = 16  # blocks of a row that a warp takes
+_FEW_ROWS = 16  # up to which a row's eight threads a block end sooner than its two
+_EIGHTHS = 8
 
 registry.register(
-    KernelSpec(
-        name="append_kv",
-        source="kv/append.cu",
-        entry="append_kv<{k_format}, {v_format}>",
-        instances=(
-            {"k_format": "Q8_0", "v_format": "Q5_1"},
-            {"k_format": "Q8_0", "v_format": "Q4_0"},
-            {"k_format": "E4M3", "v_format": "E4M3"},
-            {"k_format": "F16", "v_format": "F16"},
-        ),
-        oracle="memra_lowlevel.reference.kv:append",
-        tolerance=Tolerance("bitwise", 0.0, "rounding is pinned to ggml's reference"),
-        edges=(
-            "one row", "many rows", "K and V of different widths", "96 and 192 elements",
-            "ties", "zeros", "subnormal scales", "non-finite elements", "no room", "base",
-            "table of sequences",
-        ),
-        hot=True,
-        same_bits=True,
-        pdl="waits",
+    *(
+        KernelSpec(
+            name=name,
+            source="kv/append.cu",
+            entry=f"{name}<{{k_format}}, {{v_format}}>",
+            instances=(
+                {"k_format": "Q8_0", "v_format": "Q5_1"},
+                {"k_format": "Q8_0", "v_format": "Q4_0"},
+                {"k_format": "E4M3", "v_format": "E4M3"},
+                {"k_format": "F16", "v_format": "F16"},
+            ),
+            oracle="memra_lowlevel.reference.kv:append",
+            tolerance=Tolerance("bitwise", 0.0, "rounding is pinned to ggml's reference"),
+            edges=(
+                "one row", "many rows", "K and V of different widths", "96 and 192 elements",
+                "ties", "zeros", "subnormal scales", "non-finite elements", "no room", "base",
+                "table of sequences",
+            ),
+            hot=True,
+            same_bits=True,
+            pdl="waits",
+        )
+        for name in ("append_kv", "append_few")
     )
 )  # fmt: skip
 
 
 def prepare(device: Device, k_format: Format, v_format: Format) -> None:
-    """Compile and load the kernel now, not at its first launch."""
-    _kernel(device, k_format, v_format)
+    """Compile and load the kernels now, not at their first launch."""
+    _kernels(device, k_format, v_format)
 
 
 def append(
@@ -107,7 +112,7 @@ def append(
         A shape does not fit; nothing was launched.
     """
     expect_stream("append: stream", stream)
-    kernel = _kernel(stream.device, k_format, v_format)
+    kernels = _kernels(stream.device, k_format, v_format)
     n, width_k, width_v = _widths(k, v)
     if table is None:
         if k_plane is None or v_plane is None or len_d is None:
@@ -122,7 +127,7 @@ def append(
     elif table.n_bytes < n * 40:
         raise _refused("table", f"u64[{n}, 5]", f"{table.n_bytes} bytes")
     _launch(
-        stream, kernel, k, v, k_plane, v_plane, rows, len_d, base_d, table, fault,
+        stream, kernels, k, v, k_plane, v_plane, rows, len_d, base_d, table, fault,
         programmatic=programmatic,
     )  # fmt: skip
 
@@ -131,9 +136,9 @@ def check_finite(
     stream: Stream, k: Buffer, v: Buffer, *, k_format: Format, v_format: Format, fault: Buffer
 ) -> None:
     """Examine rows as :func:`append` would write them, writing nothing but ``fault``."""
-    kernel = _kernel(stream.device, k_format, v_format)
+    kernels = _kernels(stream.device, k_format, v_format)
     _widths(k, v)
-    _launch(stream, kernel, k, v, None, None, 1, None, None, None, fault)
+    _launch(stream, kernels, k, v, None, None, 1, None, None, None, fault)
 
 
 def fault_buffer(device: Device, stream: Stream) -> Buffer:
@@ -192,7 +197,7 @@ def raise_if_faulty(
 
 def _launch(
     stream: Stream,
-    kernel: Kernel,
+    kernels: _Kernels,
     k: Buffer,
     v: Buffer,
     k_plane: Buffer | None,
@@ -210,15 +215,28 @@ def _launch(
         return
     early = starts_early(stream.device, programmatic)
     config, group = _plan(n, max(width_k, width_v), early)
+    shape = (n, group) if group else ()
     launch(
-        stream, config, kernel,
-        k, v, k_plane, v_plane, n, group, width_k, width_v, rows, len_d, base_d, table, fault,
+        stream, config, kernels.many if group else kernels.few,
+        k, v, k_plane, v_plane, *shape, width_k, width_v, rows, len_d, base_d, table, fault,
     )  # fmt: skip
+
+
+class _Kernels(NamedTuple):
+    few: Kernel
+    many: Kernel
 
 
 @functools.lru_cache(maxsize=256)
 def _plan(n: int, width: int, early: bool) -> tuple[LaunchConfig, int]:
-    """Choose the grid and the rows that a warp takes: as few as a grid can have blocks for."""
+    """Choose the grid, and the rows that a warp takes: 0 for the kernel of few rows.
+
+    For many rows it is as few as a grid can have blocks for.
+    """
+    if n <= _FEW_ROWS:
+        threads = min(_THREADS, -(-width // BLOCK * _EIGHTHS // _WARP) * _WARP)
+        grid = (-(-width // BLOCK * _EIGHTHS // threads), n, 2)
+        return LaunchConfig(grid, (threads, 1, 1), programmatic=early), 0
     runs = -(-width // (BLOCK * _RUN))
     warps = min(_THREADS // _WARP, runs)
     group = -(-n // _MAX_GRID_Y)
@@ -238,13 +256,14 @@ def _widths(k: Buffer, v: Buffer) -> tuple[int, int, int]:
     return n, k.shape[1], v.shape[1]
 
 
-def _kernel(device: Device, k_format: Format, v_format: Format) -> Kernel:
+def _kernels(device: Device, k_format: Format, v_format: Format) -> _Kernels:
     key = ("append_kv", k_format.constant, v_format.constant)
-    found: Kernel | None = device.memo.get(key)
+    found: _Kernels | None = device.memo.get(key)
     if found is None:
-        found = device.memo[key] = registry.kernel(
-            device, "append_kv", k_format=k_format.constant, v_format=v_format.constant
-        )
+        instance = {"k_format": k_format.constant, "v_format": v_format.constant}
+        names = ("append_few", "append_kv")
+        made = registry.kernels(device, [(name, instance) for name in names])
+        found = device.memo[key] = _Kernels(*made)
     return found
 
 

@@ -65,15 +65,21 @@ def test_attention_is_clean(d, queries, n, group, order):
     assert np.array_equal(joined, apart)
 
 
-def run_append(fmt, x, source="kv/append.cu", order="random", **how):
-    """Append n rows behind the first of a plane; returns the rows, of K and V."""
+def run_append(fmt, x, source="kv/append.cu", order="random", few=False, **how):
+    """Append n rows behind the first of a plane; returns the rows, of K and V.
+
+    ``few`` takes the kernel of few rows.
+    """
     n, width = x.shape
     planes = [np.full((n + 2, fmt.row_bytes(width)), 0xFF, np.uint8) for _ in range(2)]
-    kernel = runner.quick(source, f"append_kv<{fmt.constant}, {fmt.constant}>", **how)
-    runs = -(-width // 512)
+    name = "append_few" if few else "append_kv"
+    kernel = runner.quick(source, f"{name}<{fmt.constant}, {fmt.constant}>", **how)
+    grid, shape = (-(-width // 512), -(-n // 2), 2), (I32(n), I32(2))
+    if few:
+        grid, shape = (-(-width // 128), n, 2), ()
     kernel(
-        (runs, -(-n // 2), 2), 32, 0,
-        x, x.copy(), *planes, I32(n), I32(2), I32(width), I32(width), I32(n + 2),
+        grid, 32, 0,
+        x, x.copy(), *planes, *shape, I32(width), I32(width), I32(n + 2),
         np.array([1], I32), None, None, np.zeros(2, I32), order=order,
     )  # fmt: skip
     assert all((plane[[0, -1]] == 0xFF).all() for plane in planes)
@@ -88,16 +94,18 @@ LANES = {"BLOCK32_LANES": "1"}
 def test_append_is_clean(fmt, width):
     x = normal(np.random.default_rng(0), 3, width)
     for defines in ({}, LANES):
-        for rows in run_append(fmt, x, check=True, defines=defines):
-            assert np.array_equal(rows, fmt.encode(x))
+        for few in (False, True):
+            for rows in run_append(fmt, x, few=few, check=True, defines=defines):
+                assert np.array_equal(rows, fmt.encode(x))
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
 def test_append_has_no_undefined_behaviour(fmt):
     x = normal(np.random.default_rng(0), 3, 96)
     x[1, 3], x[2, 5], x[0, 40] = np.nan, 3e38, -np.inf
-    for rows in run_append(fmt, x, sanitize="undefined"):
-        assert np.array_equal(rows, fmt.encode(x, check=False))
+    for few in (False, True):
+        for rows in run_append(fmt, x, few=few, sanitize="undefined"):
+            assert np.array_equal(rows, fmt.encode(x, check=False))
 
 
 def hard_blocks(n):
@@ -123,8 +131,9 @@ def hard_blocks(n):
 def test_lanes_that_ask_each_other_find_what_one_reads(fmt):
     """The body of the GPU, run here: questions, bytes without conversions, rare branches."""
     x = hard_blocks(150)
-    for rows in run_append(fmt, x, defines=LANES):
-        assert np.array_equal(rows, fmt.encode(x, check=False))
+    for few in (False, True):
+        for rows in run_append(fmt, x, few=few, defines=LANES):
+            assert np.array_equal(rows, fmt.encode(x, check=False))
 
 
 def test_attention_has_no_undefined_behaviour():

@@ -12,8 +12,8 @@ from memra_lowlevel.kernels import counters, kv_append, kv_attend_mma, registry
 from memra_lowlevel.kernels.registry import KernelSpec, Tolerance
 
 KV = (
-    "add_counters", "append_heads", "append_kv", "attend_combine", "attend_partial", "move_rows",
-    "set_counters",
+    "add_counters", "append_few", "append_heads", "append_kv", "attend_combine", "attend_partial",
+    "move_rows", "set_counters",
 )  # fmt: skip
 
 

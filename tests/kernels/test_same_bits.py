@@ -74,6 +74,7 @@ def append() -> None:
         x = np.random.default_rng(1).standard_normal((3, 96)).astype(np.float32)
         x[1, :32], x[2, 40:60] = 0, -0.0
         kv.run_append(fmt, x)
+        kv.run_append(fmt, x, few=True)
 
 
 def append_heads() -> None:
