@@ -133,6 +133,24 @@ FAULTS = (
         ("tests/kernels/test_kv_attend_mma.py"
          "::test_one_bad_scale_or_minimum_spoils_its_block_only",),
     ),
+    Fault(
+        "rounds-mixed", "rows whose chunks differ are taken together",
+        "cuda_src/common/attend_walk.cuh",
+        "if (chunk_keys(keys.y - keys.x, block.n_parts) != chunk) break;", "",
+        ("tests/kernels/test_kv_attend_f16.py::test_rows_whose_chunks_differ",),
+    ),
+    Fault(
+        "second-part-lost", "the weights of attention over f16 keep 11 bits",
+        "cuda_src/common/attend_f16_step.cuh",
+        "parts[1] = pack_halves((x0 - c0) * FINER, (x1 - c1) * FINER);", "parts[1] = 0u;",
+        ("tests/kernels/test_kv_attend_f16.py::test_lengths_around_every_edge",),
+    ),
+    Fault(
+        "wild-times-zero", "a value that is not finite spoils rows that do not see it",
+        "cuda_src/common/attend_f16_step.cuh",
+        "two &= ~halves, wild |= halves;", "wild |= halves;",
+        ("tests/kernels/test_kv_attend_f16.py::test_one_bad_value_spoils_its_channel_only",),
+    ),
     # -- model ------------------------------------------------------------------------------------
     Fault(
         "argmax-ties", "of equal logits the highest id wins",

@@ -124,18 +124,23 @@ def two_launches(device: Device, stream: Stream) -> None:
 
 
 def tensor_cores(device: Device, stream: Stream) -> None:
-    """Attend by the kernel that has to be asked for."""
-    with closing(KvLayer.allocate(device, 300, 4, 64, check=False)) as layer:
-        rows = random(device, stream, 70, 256)
-        layer.append(stream, rows, rows)
-        q, out = random(device, stream, 2, 8, 64), device.empty((2, 8, 64), np.float32, stream)
-        size = kv_attend.workspace_bytes(device, 2, 8, 64, 300, kernel="mma")
-        kv_attend.attend(
-            stream, q, layer.k, layer.v, out, len_d=layer.len_d, k_format=layer.k_format,
-            v_format=layer.v_format, rows=300, n_kv_heads=4, head_dim=64, counted=False,
-            workspace=device.empty((size // 4,), np.float32, stream), kernel="mma",
-        )  # fmt: skip
-        stream.sync()
+    """Attend by the kernels that have to be asked for."""
+    for kernel, k_format, v_format in (
+        ("mma", formats.Q8_0, formats.Q5_1), ("f16", formats.F16, formats.E4M3),
+    ):  # fmt: skip
+        with closing(
+            KvLayer.allocate(device, 300, 4, 64, k_format=k_format, v_format=v_format, check=False)
+        ) as layer:
+            rows = random(device, stream, 70, 256)
+            layer.append(stream, rows, rows)
+            q, out = random(device, stream, 2, 8, 64), device.empty((2, 8, 64), np.float32, stream)
+            size = kv_attend.workspace_bytes(device, 2, 8, 64, 300, kernel=kernel)
+            kv_attend.attend(
+                stream, q, layer.k, layer.v, out, len_d=layer.len_d, k_format=k_format,
+                v_format=v_format, rows=300, n_kv_heads=4, head_dim=64, counted=False,
+                workspace=device.empty((size // 4,), np.float32, stream), kernel=kernel,
+            )  # fmt: skip
+            stream.sync()
 
 
 def latent_tensor_cores(device: Device, stream: Stream) -> None:

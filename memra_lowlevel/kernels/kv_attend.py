@@ -22,7 +22,7 @@ from ..formats import Format
 from ..runtime.launch import LaunchConfig, launch
 from ..runtime.memory import Buffer
 from ..runtime.stream import expect_stream
-from . import kv_attend_mma, registry
+from . import kv_attend_f16, kv_attend_mma, registry
 from .registry import KernelSpec, Tolerance
 
 if TYPE_CHECKING:
@@ -217,8 +217,9 @@ def attend(
     elif table.n_bytes < n_rows * 40:
         raise _refused("table", f"u64[{n_rows}, 5]", f"{table.n_bytes} bytes")
     need = plan.workspace_bytes
-    if choice.kernel == "mma":
-        need = kv_attend_mma.workspace_bytes(n_rows, n_heads, head_dim, kv_attend_mma.n_slots(rows))
+    if choice.kernel != "simt":
+        slots = kv_attend_mma.n_slots(rows)
+        need = kv_attend_mma.workspace_bytes(n_rows, n_heads, head_dim, slots)
     if workspace.n_bytes < need:
         raise _refused(
             "workspace", f"at least {need} bytes (workspace_bytes)", f"{workspace.n_bytes}"
@@ -235,6 +236,14 @@ def attend(
             workspace=workspace, base_d=base_d, window=window, scale=scale, sinks=sinks,
             softcap=softcap, lse=lse, counted=n_rows if counted else 0, table=table,
             programmatic=programmatic,
+        )  # fmt: skip
+        return
+    if choice.kernel == "f16":
+        kv_attend_f16.attend(
+            stream, q, k_plane, v_plane, out, len_d=len_d, k_format=k_format, v_format=v_format,
+            rows=rows, n_kv_heads=n_kv_heads, workspace=workspace, base_d=base_d, window=window,
+            scale=scale, sinks=sinks, softcap=softcap, lse=lse,
+            counted=n_rows if counted else 0, table=table, programmatic=programmatic,
         )  # fmt: skip
         return
     partial, combine = _kernels(
@@ -265,7 +274,8 @@ class Choice:
     Attributes
     ----------
     kernel : str
-        ``"mma"`` (tensor cores) or ``"simt"`` (every format and shape).
+        ``"mma"`` (tensor cores, whole numbers), ``"f16"`` (tensor cores, small floats) or
+        ``"simt"`` (every format and shape).
     reason : str
     """
 
@@ -287,7 +297,7 @@ def choose(
     """Say which kernel :func:`attend` takes.
 
     It depends on the device and the planes, not on a launch, so that all launches over a plane
-    agree bit for bit. Both kernels are of class ``exact``, but their bits differ. ``rows`` are
+    agree bit for bit. All kernels are of class ``exact``, but their bits differ. ``rows`` are
     those that the planes hold, 0 where that is not known yet.
 
     Raises
@@ -295,28 +305,35 @@ def choose(
     FormatUnsupported
         ``kernel`` asks for one that cannot do it.
     """
-    if kernel not in (None, "mma", "simt"):
-        raise _refused("kernel", "'mma', 'simt' or None", repr(kernel))
+    if kernel not in (None, "mma", "f16", "simt"):
+        raise _refused("kernel", "'mma', 'f16', 'simt' or None", repr(kernel))
     if kernel == "simt":
         return Choice("simt", "asked for")
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     rows = expect.integer("choose: rows", rows, 0)
-    refusal = kv_attend_mma.refusal(
-        device, k_format, v_format, head_dim, head_dim_v, n_kv_heads, rows
-    )
-    if kernel == "mma" and refusal is not None:
+    floats = k_format in kv_attend_f16.FORMATS and v_format in kv_attend_f16.FORMATS
+    fitting = "f16" if kernel == "f16" or (kernel is None and floats) else "mma"
+    if fitting == "f16":
+        refusal = kv_attend_f16.refusal(
+            device, k_format, v_format, head_dim, head_dim_v, n_kv_heads
+        )
+    else:
+        refusal = kv_attend_mma.refusal(
+            device, k_format, v_format, head_dim, head_dim_v, n_kv_heads, rows
+        )
+    if kernel is not None and refusal is not None:
         raise FormatUnsupported(
-            f"the tensor-core kernel does not do {refusal}; kernel='simt' does",
+            f"the tensor-core kernel {kernel!r} does not do {refusal}; kernel='simt' does",
             op="attend", k_format=k_format.name, v_format=v_format.name, head_dim=head_dim,
             arch=device.arch, nearest=["simt"],
         )  # fmt: skip
-    if kernel == "mma":
-        return Choice("mma", "asked for")
+    if kernel is not None:
+        return Choice(kernel, "asked for")
     if refusal is not None:
         return Choice("simt", f"the tensor-core kernel does not do {refusal}")
     if device.kind == "host":
         return Choice("simt", "the host device emulates tensor cores, which is slow")
-    return Choice("mma", f"K {k_format}, V {v_format}, head_dim {head_dim} on {device.arch}")
+    return Choice(fitting, f"K {k_format}, V {v_format}, head_dim {head_dim} on {device.arch}")
 
 
 def prepare(
@@ -340,6 +357,11 @@ def prepare(
         choice = choose(device, k_format, v_format, head_dim, head_dim_v, n_kv_heads=n_kv_heads)
         if choice.kernel == "mma":
             kv_attend_mma.prepare(device, head_dim, n_kv_heads, n_queries=max_rows * group)
+            return
+        if choice.kernel == "f16":
+            kv_attend_f16.prepare(
+                device, k_format, v_format, head_dim, n_kv_heads, n_queries=max_rows * group
+            )
             return
     widest = max(head_dim, head_dim_v)
     wanted = {queries_at_once(n * group, widest) for n in (1, max_rows)}
@@ -412,7 +434,7 @@ def workspace_bytes(
         As for :func:`attend`; default enough for any that it may choose on this device.
     """
     slots = n_slots(rows, n_rows, _window(window), ring)
-    if kernel == "mma" or (kernel is None and device.kind != "host"):
+    if kernel in ("mma", "f16") or (kernel is None and device.kind != "host"):
         slots = max(slots, kv_attend_mma.n_slots(rows))
     return n_rows * n_heads * slots * (head_dim_v + 2) * 4
 

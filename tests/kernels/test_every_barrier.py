@@ -16,8 +16,8 @@ from families import family
 from memra_lowlevel import errors
 from memra_lowlevel.compile import cuda_src_root
 from memra_lowlevel.driver.host import mutate, runner
-from memra_lowlevel.formats import Q5_1, Q8_0
-from memra_lowlevel.kernels import kv_attend_mma
+from memra_lowlevel.formats import F16, Q5_1, Q8_0
+from memra_lowlevel.kernels import kv_attend_f16, kv_attend_mma
 from memra_lowlevel.reference import attend as oracle
 
 F32, I32 = np.float32, np.int32
@@ -86,6 +86,36 @@ def attend_mma(text):
         assert np.abs(out - wanted).max() <= 1e-5 * np.abs(wanted).max()
 
 
+def attend_f16(text):
+    """Two warps per head, several chunks, more steps than stages, rows whose chunks differ."""
+    d, n, group, heads, length = 64, 9, 2, 2, 186
+    rng, used = np.random.default_rng(0), length + n
+    x = rng.standard_normal((2, used, heads * d), np.float32)
+    k, v = F16.encode(x[0]), F16.encode(x[1])
+    q = rng.standard_normal((n, heads * group, d), np.float32)
+    shape = kv_attend_f16._shape(F16, F16, d, heads, n * group, 200_000)
+    assert shape.sets == shape.teams == shape.heads == 2
+    slots, len_d = kv_attend_mma.n_slots(used), np.array([length], I32)
+    parts, no_map = 3, np.void(bytes(128))  # chunks of 96 keys, and for the last rows of 128
+    name = f"attend_f16<F16, F16, {d}, {shape.sets}, {shape.heads}, 3, 0>"
+    for blocks, order in ((1, "forward"), (1, "reverse"), (4, "reverse")):
+        partial = np.full(n * heads * group * slots * (d + 2), np.nan, F32)
+        out, lse = np.full_like(q, np.nan), np.full(q.shape[:2], np.nan, F32)
+        runner.quick(text, name, check=True)(
+            (blocks, 1, shape.query_blocks), 32 * shape.heads * shape.teams,
+            shape.shared_bytes, q, k, v, I32(n), I32(heads), I32(group), I32(used), I32(0), I32(0),
+            F32(d**-0.5), F32(0), len_d, None, None, partial, I32(slots), I32(parts),
+            I32(shape.teams), no_map, no_map, I32(0), order=order, seed=3,
+        )  # fmt: skip
+        runner.quick("kv/attend_mma.cu", f"attend_mma_combine<{d}>")(
+            (heads * group, n, d // 32), 256, 0, partial, None, out, lse, I32(n), I32(used), I32(0),
+            I32(0), len_d, None, None, I32(slots), I32(parts),
+        )  # fmt: skip
+        seen = (F16.decode(b).reshape(used, heads, d) for b in (k, v))
+        wanted, _ = oracle.attend(q, *seen, length)
+        assert np.abs(out - wanted).max() <= 1e-5 * np.abs(wanted).max()
+
+
 def append(text):
     kv = family("kernels/test_kv_checked.py")
     x = np.random.default_rng(0).standard_normal((3, 96), np.float32)
@@ -135,6 +165,7 @@ DRIVES = {
     "kv/append.cu": append,
     "kv/append_heads.cu": append_heads,
     "kv/attend.cu": attend,
+    "kv/attend_f16.cu": attend_f16,
     "kv/attend_mma.cu": attend_mma,
     "recur/delta.cu": delta,
     "speculative/loop.cu": loop,

@@ -21,6 +21,7 @@ DRIVES = {
     for source, drive in (
         *test_same_bits.DRIVES.items(),
         ("latent/attend.cu", functools.partial(test_same_bits.latent, "attend.cu")),
+        ("kv/attend_f16.cu", lambda: test_every_barrier.attend_f16("kv/attend_f16.cu")),
         ("kv/attend_mma.cu", lambda: test_every_barrier.attend_mma("kv/attend_mma.cu")),
         (
             "latent/attend_mma.cu",

@@ -1,0 +1,208 @@
+// Split-KV decode attention with tensor cores over K and V of f16, bf16 or e4m3, in class `exact`.
+//
+// A warp owns one kv head and up to 8 * SETS queries (a query = one row of one query head of the
+// group), in steps of 32 keys (common/attend_f16_step.cuh); a thread block owns a chunk of keys and some
+// neighbouring kv heads, whose slices of the rows it streams through shared memory.
+//
+// Chunks (common/attend_walk.cuh) and steps are a function of what a row sees alone: it gets the same
+// bits alone and among others, on a ring and on a flat plane, whichever block takes a chunk. The
+// partial results are those of kv/attend_mma.cu, whose attend_mma_combine joins them.
+//
+// A value that is not finite makes NaN of the outputs that see it.
+#include "common/attend_f16_step.cuh"
+#include "common/bulk.cuh"
+#include "common/dependent.cuh"
+#include "common/pipeline.cuh"
+
+constexpr int COPY_ASYNC = 0, COPY_BULK = 1;
+#if MEMRA_CUDA && __CUDA_ARCH__ >= 900
+constexpr int COPY_BEST = COPY_BULK;
+#else
+constexpr int COPY_BEST = COPY_ASYNC;
+#endif
+constexpr int WORKERS = 8;  // warps of a block at most
+
+// What a warp keeps in shared memory: the round that it is in; that of the steps it asks for, and where
+// among them it is; its first query and its kv head.
+struct Place {
+    Round round, ahead;
+    Walk asked;
+    int32_t query, kv_head;
+};
+static_assert(sizeof(Place) == 112 && sizeof(Block) == 56, "the launch counts on it");
+
+// Leaves the sums of a chunk.
+template <int VF, int KF, int D, int SETS>
+__device__ __forceinline__ void end_chunk(const WarpState<KF, D, SETS>& state, const Partials<D>& to,
+                                          const Block& block, const Place& place, int lane) {
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int s = 0; s < SETS; s++) {
+        float weight = state.weight[s];
+        weight = weight + __shfl_xor_sync(FULL_MASK, weight, 1);
+        weight = weight + __shfl_xor_sync(FULL_MASK, weight, 2);
+        const int64_t own = to.column(block, place.round, place.query + SET * s + g, place.kv_head);
+        if (t == 0 && own >= 0)
+            *reinterpret_cast<float2*>(to.marks + own * 2) = make_float2(state.reference[s], weight);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int64_t column = __shfl_sync(FULL_MASK, own, 8 * t + 4 * i);
+            if (column < 0) continue;
+            float* const row = to.sums + column * D;
+#pragma unroll
+            for (int m = 0; m < D / 16; m++)
+#pragma unroll
+                for (int upper = 0; upper < 2; upper++) {
+                    const float sum = state.sums[s][m][2 * upper + i] * unit_of<VF>();
+                    row[16 * m + channel_of<VF>(g, upper)] = fabsf(sum) < INF_F32 ? sum : NAN_F32;
+                }
+        }
+    }
+}
+
+// Shared memory, all of it dynamic: STAGES tiles of STEP rows of K, then of V, of the block's heads;
+// per warp a Place; a Block;
+// with COPY_BULK 2 * STAGES barriers.
+//
+// Grid (x: any number of blocks, which share the chunks; n_kv_heads / HEADS; query blocks),
+// HEADS * teams_per_head warps. A query block is teams_per_head * SETS * 8
+// queries of all n_rows * group, or with a table of one row's group. Slices of HEADS heads and whole
+// rows of K and V are multiples of 16 bytes, planes and q are 16-byte aligned. n_parts: chunks that
+// hold what a row sees; the same for all launches over a plane. tiled: k_map and v_map describe the
+// planes, with boxes of STEP rows as wide as a stage's. Other parameters as in kv/attend.cu.
+template <int KF, int VF, int D, int SETS, int HEADS, int STAGES, int COPY = COPY_BEST>
+__global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
+    attend_f16(const float* __restrict__ q, const uint8_t* NULLABLE k_plane,
+               const uint8_t* NULLABLE v_plane, int32_t n_rows, int32_t n_kv_heads, int32_t group,
+               int32_t capacity, int32_t window, int32_t counted, float scale, float softcap,
+               const int32_t* NULLABLE len_d, const int32_t* NULLABLE base_d,
+               const uint64_t* NULLABLE table, float* __restrict__ workspace, int32_t n_slots,
+               int32_t n_parts, int32_t teams_per_head,
+               const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
+               int32_t tiled) {
+    constexpr int HEAD_K = D * element_bytes<KF>(), HEAD_V = D * element_bytes<VF>();
+    constexpr int SLICE_K = HEADS * HEAD_K, SLICE_V = HEADS * HEAD_V;
+    constexpr int PITCH_K = row_pitch(SLICE_K), PITCH_V = row_pitch(SLICE_V);
+    constexpr int STAGE = STEP * (PITCH_K + PITCH_V);
+    DYN_SMEM(uint8_t, shared);
+    admit_successor();
+    await_predecessor();
+    // Told to be the same for the lanes of a warp, it makes addresses cheap.
+    const int warp = __shfl_sync(FULL_MASK, int(threadIdx.x) / WARP_LANES, 0);
+    const int lane = kept(threadIdx.x % WARP_LANES);
+    const int n_workers = HEADS * teams_per_head, head = warp / teams_per_head;
+    Place* const places = reinterpret_cast<Place*>(shared + STAGES * STAGE);
+    Place& place = places[warp];
+    Block& block = *reinterpret_cast<Block*>(places + n_workers);
+    uint64_t* const full = reinterpret_cast<uint64_t*>(&block + 1);
+    uint64_t* const empty = full + STAGES;
+    const int64_t row_k = int64_t(n_kv_heads) * HEAD_K, row_v = int64_t(n_kv_heads) * HEAD_V;
+    {
+        const Queries queries(n_rows, group, teams_per_head * SETS * SET, table != nullptr);
+        if (threadIdx.x == 0) {
+            block.plane = Plane(k_plane, v_plane, len_d, base_d, table, queries.first_row, window,
+                                counted, capacity);
+            block.plane.k = block.plane.k + blockIdx.y * SLICE_K - block.plane.base * row_k;
+            block.plane.v = block.plane.v + blockIdx.y * SLICE_V - block.plane.base * row_v;
+            block.queries = queries, block.n_parts = n_parts;
+            if constexpr (COPY == COPY_BULK) {
+                for (int i = 0; i < STAGES; i++)
+                    mbar_init(full + i, 1), mbar_init(empty + i, n_workers);
+                mbar_publish();
+            }
+        }
+        if (lane == 0) {
+            place.asked = Walk();
+            place.ahead = place.round = Round(queries);
+            place.query = queries.first + (warp - head * teams_per_head) * SETS * SET;
+            place.kv_head = int(blockIdx.y) * HEADS + head;
+        }
+        __syncthreads();
+    }
+
+    // Brings the keys of the step that is STAGES - 1 ahead of the one in `slot`. With COPY_BULK one warp
+    // asks, when all have left the room; with COPY_ASYNC all do.
+    const auto ask = [&](int slot, int parity) {
+        Walk ahead = place.asked;
+        if (!ahead.next(place.ahead, block, lane)) return;
+        __syncwarp();  // all have read
+        if (lane == 0) place.asked = ahead;
+        uint8_t* const k = shared + slot * STAGE;
+        uint8_t* const v = k + STEP * PITCH_K;
+        if constexpr (COPY == COPY_BULK) {
+            uint64_t* const bar = full + slot;
+            mbar_wait(empty + slot, parity ^ 1);
+            if (lane == 0)
+                mbar_arrive_expecting(bar, tiled ? STAGE : STEP * (SLICE_K + SLICE_V));
+            __syncwarp();
+            if (!tiled) {
+                const int32_t at = ahead.key_near(lane);
+                bulk_copy(k + lane * PITCH_K, block.plane.k + at * row_k, SLICE_K, bar);
+                bulk_copy(v + lane * PITCH_V, block.plane.v + at * row_v, SLICE_V, bar);
+            } else if (lane == 0) {
+                tile_copy(k, k_map, blockIdx.y * (SLICE_K / 8), ahead.key - block.plane.base, bar);
+                tile_copy(v, v_map, blockIdx.y * (SLICE_V / 8), ahead.key - block.plane.base, bar);
+            }
+        } else {
+#pragma unroll 1
+            for (int r = warp; r < STEP; r += n_workers) {
+                const int32_t at = ahead.key_near(r);
+                const uint8_t* const from_k = block.plane.k + at * row_k;
+                const uint8_t* const from_v = block.plane.v + at * row_v - SLICE_K;
+                for (int x = lane * 16; x < SLICE_K + SLICE_V; x += WARP_LANES * 16)
+                    cp_async<16>(x < SLICE_K ? k + r * PITCH_K + x : v + r * PITCH_V + x - SLICE_K,
+                                 x < SLICE_K ? from_k + x : from_v + x);
+            }
+        }
+        __syncwarp();
+    };
+    for (int i = 0; i < STAGES - 1; i++) {
+        if (COPY == COPY_ASYNC || warp == 0) ask(i, 0);
+        if constexpr (COPY == COPY_ASYNC) cp_async_commit();
+    }
+
+    WarpState<KF, D, SETS> state;
+    const auto own_query = [&](int s) {  // of the lane group; surplus ones repeat the last
+        const int query = place.query + SET * s + lane / 4;
+        return query < block.queries.behind ? query : block.queries.behind - 1;
+    };
+    const auto seen = [&](int s) {
+        return place.round.seen(block.plane, block.queries.row_of(own_query(s)));
+    };
+#pragma unroll
+    for (int s = 0; s < SETS; s++) {
+        const int query = own_query(s), row = block.queries.row_of(query);
+        const size_t at = size_t(block.queries.first_row + row) * n_kv_heads * group +
+                          place.kv_head * group + query - row * group;
+        state.q[s].load(q + at * D, lane % 4, scale, softcap);
+    }
+    const int own_k = lane_offset(lane, PITCH_K), own_v = lane_offset(lane, PITCH_V);
+    Walk walk;
+    int slot = 0, parity = 0;
+#pragma unroll 1
+    while (walk.next(place.round, block, lane)) {
+        const int freed = slot == 0 ? STAGES - 1 : slot - 1;
+        if constexpr (COPY == COPY_BULK) {
+            if (warp == 0) ask(freed, slot == 0 ? parity : parity ^ 1);
+            mbar_wait(full + slot, parity);
+            __syncwarp();
+        } else {
+            cp_async_wait<STAGES - 2>();
+            __syncthreads();
+            ask(freed, 0);
+            cp_async_commit();
+        }
+        if (walk.begins_chunk()) begin_chunk(state);
+        const uint8_t* const k = shared + slot * STAGE;
+        step<VF, PITCH_K, PITCH_V>(state, k + head * HEAD_K, k + STEP * PITCH_K + head * HEAD_V, own_k,
+                                   own_v, lane, walk.key, walk.is_masked(), softcap, seen);
+        if constexpr (COPY == COPY_BULK) {
+            __syncwarp();
+            if (lane == 0) mbar_arrive(empty + slot);
+        }
+        if (walk.ends_chunk())
+            end_chunk<VF>(state, Partials<D>(workspace, n_rows, n_kv_heads * group, n_slots), block,
+                          place, lane);
+        if (++slot == STAGES) slot = 0, parity ^= 1;
+    }
+}

@@ -1,0 +1,301 @@
+"""Decode attention on tensor cores over small floats (``cuda_src/kv/attend_f16.cu``).
+
+Class ``exact``, for K and V of f16, bf16 or e4m3 in any pair, head sizes 64, 128 and 256, from
+sm_80 on. :mod:`.kv_attend` decides between this kernel and the others and checks the arguments.
+Chunks, partial results and their combination are those of :mod:`.kv_attend_mma`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..errors import ArgumentError
+from ..formats import BF16, E4M3, F16, Format
+from ..runtime.launch import LaunchConfig, launch
+from . import registry
+from .early import capability, starts_early
+from .kv_attend_mma import N_PARTS, STEP, n_slots
+from .registry import KernelSpec, Tolerance
+
+if TYPE_CHECKING:
+    from ..compile import Kernel
+    from ..runtime import Buffer, Device, Stream
+
+__all__ = ["FORMATS", "HEAD_DIMS", "attend", "prepare", "refusal"]
+
+FORMATS = (F16, BF16, E4M3)
+HEAD_DIMS = (64, 128, 256)
+
+_STAGES = range(2, 7)
+"""Tiles of keys in flight or in use."""
+
+_SET = 8  # queries
+_WORKERS = 8  # warps of a block at most
+
+registry.register(
+    KernelSpec(
+        name="attend_f16",
+        source="kv/attend_f16.cu",
+        entry="attend_f16<{k_format}, {v_format}, {head_dim}, {sets}, {heads}, {stages}>",
+        instances=tuple(
+            {
+                "k_format": f, "v_format": f, "head_dim": d, "sets": sets, "heads": heads,
+                "stages": stages,
+            }
+            for f, d, sets, heads, stages in (
+                ("F16", 64, 1, 8, 3), ("F16", 128, 1, 4, 3), ("E4M3", 128, 1, 8, 3),
+            )
+        ),
+        oracle="memra_lowlevel.reference.attend:attend",
+        tolerance=Tolerance(
+            "relative", 1e-5,
+            "q and p in two parts of 11 bits (bf16: three of 8) whose products with the stored "
+            "numbers are exact, summed by tensor cores over 64 channels or 32 keys, then in f32; "
+            "against float64 over the decoded cache",
+        ),
+        edges=(
+            "no key", "one key", "step, stage and chunk edges", "masked row", "window", "ring base",
+            "counted", "group 1 to 16", "NaN in another row's key", "poisoned workspace",
+            "sinks", "softcap", "capacity", "table of sequences", "values over the range of f16",
+        ),
+        hot=True,
+        pdl="waits",
+    ),
+)  # fmt: skip
+
+
+def refusal(
+    device: Device,
+    k_format: Format,
+    v_format: Format,
+    head_dim: int,
+    head_dim_v: int,
+    n_kv_heads: int,
+) -> str | None:
+    """Say why this kernel does not do the work; None if it does.
+
+    The answer depends on the device and the planes only, never on a launch: all launches over one
+    plane give the same bits.
+    """
+    if k_format not in FORMATS or v_format not in FORMATS:
+        return f"K {k_format} with V {v_format} (it does {', '.join(map(str, FORMATS))})"
+    if head_dim != head_dim_v or head_dim not in HEAD_DIMS:
+        return f"head_dim {head_dim}/{head_dim_v} (it does {', '.join(map(str, HEAD_DIMS))})"
+    if k_format is BF16 and head_dim > 128:
+        return f"K {k_format} with head_dim {head_dim} (it does up to 128)"
+    if device.kind != "host" and capability(device) < 80:
+        return f"{device.arch} (it needs sm_80)"
+    return None
+
+
+def attend(
+    stream: Stream,
+    q: Buffer,
+    k_plane: Buffer | None,
+    v_plane: Buffer | None,
+    out: Buffer,
+    *,
+    len_d: Buffer | None,
+    k_format: Format,
+    v_format: Format,
+    rows: int,
+    n_kv_heads: int,
+    workspace: Buffer,
+    base_d: Buffer | None,
+    window: int,
+    scale: float,
+    sinks: Buffer | None,
+    softcap: float,
+    lse: Buffer | None,
+    counted: int,
+    table: Buffer | None,
+    programmatic: bool = False,
+) -> None:
+    """Launch both kernels; :func:`.kv_attend.attend` has checked everything else.
+
+    Raises
+    ------
+    ArgumentError
+        A plane does not begin at a multiple of 16 bytes.
+    """
+    device = stream.device
+    for name, plane in (("k_plane", k_plane), ("v_plane", v_plane)):
+        if plane is not None and plane.ptr % 16:
+            raise ArgumentError(
+                f"attend: {name} must begin at a multiple of 16 bytes for kernel 'f16', "
+                f"got {plane.ptr:#x}",
+                kernel="attend_f16", name=name, expected="a multiple of 16", got=hex(plane.ptr),
+            )  # fmt: skip
+    n_rows, n_heads, head_dim = q.shape
+    group = n_heads // n_kv_heads
+    per_row = group if table is not None else n_rows * group
+    shape = _shape(
+        k_format, v_format, head_dim, n_kv_heads, per_row, device.limits.shared_optin_bytes
+    )
+    kernel, combine = _kernels(device, k_format, v_format, head_dim, shape)
+    slots = n_slots(rows)
+    blocks = shape.query_blocks * (n_rows if table is not None else 1)
+    slices = n_kv_heads // shape.heads
+    launch(
+        stream, _config(device, kernel, shape, slices, blocks, slots, programmatic), kernel,
+        q, k_plane, v_plane, n_rows, n_kv_heads, group, rows, window, counted, scale, softcap,
+        len_d, base_d, table, workspace, slots, N_PARTS, shape.teams, *_maps(
+            device, k_plane, v_plane, rows,
+            [(f.row_bytes(n_kv_heads * head_dim), f.row_bytes(shape.heads * head_dim))
+             for f in (k_format, v_format)],
+        ),
+    )  # fmt: skip
+    launch(
+        stream, _combine_config(n_heads, n_rows, head_dim, starts_early(device, True)), combine,
+        workspace, sinks, out, lse, n_rows, rows, window, counted, len_d, base_d, table, slots,
+        N_PARTS,
+    )  # fmt: skip
+
+
+def prepare(
+    device: Device,
+    k_format: Format,
+    v_format: Format,
+    head_dim: int,
+    n_kv_heads: int,
+    *,
+    n_queries: int = 1,
+) -> None:
+    """Compile and load what launches of up to ``n_queries`` (rows x group) need."""
+    room = device.limits.shared_optin_bytes
+    for n in range(1, n_queries + 1):
+        shape = _shape(k_format, v_format, head_dim, n_kv_heads, n, room)
+        _kernels(device, k_format, v_format, head_dim, shape)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """How the queries of a launch lie on warps.
+
+    Attributes
+    ----------
+    sets : int
+        Sets of 8 queries of a warp.
+    teams : int
+        Warps per kv head.
+    heads : int
+        Neighbouring kv heads of a thread block.
+    stages : int
+        Tiles of keys of a thread block that are in flight or in use.
+    query_blocks : int
+    shared_bytes : int
+    resident : int
+        Thread blocks that a multiprocessor holds at once.
+    """
+
+    sets: int
+    teams: int
+    heads: int
+    stages: int
+    query_blocks: int
+    shared_bytes: int
+    resident: int
+
+
+@functools.lru_cache(maxsize=512)
+def _shape(
+    k_format: Format, v_format: Format, head_dim: int, n_kv_heads: int, n_queries: int, room: int
+) -> _Shape:
+    wanted = -(-n_queries // _SET)
+    # As many sets as the registers of a warp hold.
+    sets = min(wanted, _most_sets(k_format, head_dim))
+    teams = min(-(-wanted // sets), _WORKERS)
+
+    def shared(heads: int, stages: int) -> int:
+        pitches = (_pitch(f.row_bytes(heads * head_dim)) for f in (k_format, v_format))
+        return stages * (STEP * sum(pitches) + 16) + heads * teams * _PLACE + _BLOCK
+
+    # As many heads as three stages have room for, then as many stages.
+    choices = [h for h in (8, 4, 2, 1) if n_kv_heads % h == 0 and h * teams <= _WORKERS]
+    heads = next((h for h in choices if shared(h, 3) <= room), 1)
+    stages = max(n for n in _STAGES if shared(heads, n) <= room)
+    used = shared(heads, stages)
+    resident = max(1, min(_WORKERS // (heads * teams), (room + 1024) // (used + 1024)))
+    return _Shape(sets, teams, heads, stages, -(-wanted // (sets * teams)), used, resident)
+
+
+_PLACE, _BLOCK = 112, 56
+"""Bytes of Place and Block."""
+
+
+def _most_sets(k_format: Format, head_dim: int) -> int:
+    return 2 if head_dim <= (64 if k_format is BF16 else 128) else 1
+
+
+def _pitch(slice_bytes: int) -> int:
+    """Bytes from row to row of a stage: row_pitch of the source."""
+    return (slice_bytes + 127) // 128 * 128 + 16
+
+
+def _config(
+    device: Device, kernel: Kernel, shape: _Shape, slices: int, blocks: int, slots: int,
+    programmatic: bool,
+) -> LaunchConfig:  # fmt: skip
+    key = ("attend_f16", kernel.name, shape, slices, blocks, slots, programmatic)
+    found: LaunchConfig | None = device.memo.get(key)
+    if found is None:
+        share = max(1, device.limits.n_sms * shape.resident // (slices * blocks))
+        found = device.memo[key] = LaunchConfig(
+            (min(slots, share), slices, blocks), (32 * shape.heads * shape.teams, 1, 1),
+            shape.shared_bytes,
+            programmatic=starts_early(device, programmatic),
+        )  # fmt: skip
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _combine_config(n_heads: int, n_rows: int, head_dim: int, programmatic: bool) -> LaunchConfig:
+    return LaunchConfig((n_heads, n_rows, head_dim // 32), (256, 1, 1), programmatic=programmatic)
+
+
+def _maps(
+    device: Device, k_plane: Buffer | None, v_plane: Buffer | None, rows: int,
+    widths: list[tuple[int, int]],
+) -> tuple[bytes, bytes, int]:  # fmt: skip
+    """Describe both planes for tile copies, and say whether they are.
+
+    ``widths`` are the bytes of a row and of a block's slice of it, of K and of V.
+    """
+    if k_plane is None or v_plane is None or capability(device) < 90:
+        return _NO_MAP, _NO_MAP, 0
+    maps: dict[tuple[int, ...], tuple[bytes, bytes, int]]
+    maps = device.memo.setdefault("attend_f16 maps", {})
+    key = (k_plane.ptr, v_plane.ptr, rows, *widths[0], *widths[1])
+    found = maps.get(key)
+    if found is None:
+        if len(maps) >= _MOST_MAPS:  # of planes that are closed, mostly
+            maps.clear()
+        k_map, v_map = (
+            device.driver.cuTensorMapEncodeTiled(plane.ptr, rows, row, STEP, _pitch(part))
+            for plane, (row, part) in zip((k_plane, v_plane), widths, strict=True)
+        )
+        found = maps[key] = (k_map, v_map, 1)
+    return found
+
+
+_NO_MAP = bytes(128)
+_MOST_MAPS = 4096
+
+
+def _kernels(
+    device: Device, k_format: Format, v_format: Format, head_dim: int, shape: _Shape
+) -> tuple[Kernel, Kernel]:
+    key = ("attend_f16", k_format.constant, v_format.constant, head_dim, shape)
+    found: tuple[Kernel, Kernel] | None = device.memo.get(key)
+    if found is None:
+        instance = {
+            "k_format": k_format.constant, "v_format": v_format.constant, "head_dim": head_dim,
+            "sets": shape.sets, "heads": shape.heads, "stages": shape.stages,
+        }  # fmt: skip
+        kernel, combine = registry.kernels(
+            device, [("attend_f16", instance), ("attend_mma_combine", {"head_dim": head_dim})]
+        )
+        found = device.memo[key] = (kernel, combine)
+    return found
