@@ -396,12 +396,18 @@ __device__ __forceinline__ void step(WarpState<KF, D, SETS>& state, const uint8_
     uint32_t p[SETS][weight_parts<VF>()][2][2];
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
-        float highest = -INF_F32;
 #pragma unroll
-        for (int i = 0; i < 2 * TILES; i++) {
-            float& score = scores[s][i / 2][i % 2];
-            score = score * state.q[s].factor;
-            if (softcap > 0.0f) score = softcap * tanhf(score / softcap) * LOG2_E;
+        for (int i = 0; i < 2 * TILES; i++)
+            scores[s][i / 2][i % 2] = scores[s][i / 2][i % 2] * state.q[s].factor;
+        if (softcap > 0.0f) {
+#pragma unroll 1
+            for (int i = 0; i < 2 * TILES; i++) {  // in turn, for the sake of its size
+                const float score = softcap * tanhf(scores[s][0][0] / softcap) * LOG2_E;
+#pragma unroll
+                for (int e = 0; e < 2 * TILES - 1; e++)
+                    scores[s][e / 2][e % 2] = scores[s][(e + 1) / 2][(e + 1) % 2];
+                scores[s][TILES - 1][1] = score;
+            }
         }
         if (masked) {
             const int2 keys = seen(s);
@@ -411,6 +417,7 @@ __device__ __forceinline__ void step(WarpState<KF, D, SETS>& state, const uint8_
                 if (at < keys.x || at >= keys.y) scores[s][i / 2][i % 2] = -INF_F32;
             }
         }
+        float highest = -INF_F32;
 #pragma unroll
         for (int i = 0; i < 2 * TILES; i++) highest = fmaxf(highest, scores[s][i / 2][i % 2]);
         if (__any_sync(FULL_MASK, highest - top_of_weights<VF>() > state.reference[s]))
