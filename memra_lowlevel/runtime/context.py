@@ -129,6 +129,8 @@ class Context:
             cooperative=bool(attr(A.COOPERATIVE_LAUNCH)),
             pools=bool(attr(A.MEMORY_POOLS_SUPPORTED)),
         )
+        # The host device closes to a checked kernel what lies beside the views that it was given.
+        self.note_view = getattr(driver, "note_view", None)
         self.native = native.Gate(driver, self.handle, TraceEntry) if native.available() else None
 
     def __str__(self) -> str:

@@ -126,6 +126,9 @@ class MemoryView(Closing):
         self.ptr = ptr
         self.shape, self.dtype = shape, dtype
         self.n_bytes = math.prod(shape) * dtype.itemsize
+        note = storage.context.note_view
+        if note is not None:
+            note(self)
 
     @property
     def name(self) -> str:

@@ -22,6 +22,7 @@ from ..table import (
 from . import runner
 from .options import current_options
 from .streams import HostStreams
+from .views import Fence, View, Views, fences, still_closed
 
 __all__ = ["HostFunction", "HostModules", "KernelWork"]
 
@@ -67,11 +68,14 @@ def _natural_offsets(sizes: Sequence[int]) -> tuple[int, ...]:
 class KernelWork:
     """A kernel with a copy of its parameter values."""
 
-    __slots__ = ("_keep", "_pointers", "func", "label", "params", "serial")
+    __slots__ = ("_fences", "_keep", "_pointers", "_views", "func", "label", "params", "serial")
     node_type = NodeType.KERNEL
 
-    def __init__(self, func: HostFunction, params: KernelNodeParams):
+    def __init__(
+        self, func: HostFunction, params: KernelNodeParams, views: Views, given: list[Fence]
+    ):
         self.func, self.params = func, params
+        self._views, self._fences = views, given
         self.label = func.name
         self.serial = 0
         n = len(params.params)
@@ -83,6 +87,7 @@ class KernelWork:
         o, p = current_options(), self.params
         self.serial += 1
         check = self.func.module.check
+        closed = still_closed(self._fences, p.params, self._views) if self._fences else []
         runner.run(
             self.func.native,
             p.grid,
@@ -94,6 +99,7 @@ class KernelWork:
             workers=1 if check else o.workers,
             check=check,
             seconds=o.kernel_seconds,
+            fences=closed,
         )
 
 
@@ -104,6 +110,12 @@ class HostModules(HostStreams):
         super().__init__()
         self._modules: dict[int, HostModule] = {}
         self._functions: dict[int, HostFunction] = {}
+        self._views = Views()
+
+    def note_view(self, view: View) -> None:
+        """Hear of a buffer or a part of one; kept where kernels are checked."""
+        if self._views.on or current_options().check:
+            self._views.note(view)
 
     @driver_call
     def cuModuleLoadData(self, image: bytes) -> int:
@@ -126,6 +138,7 @@ class HostModules(HostStreams):
         except InvalidArgument as error:
             raise self._error(error.result, call, str(error)) from error
         module = HostModule(self._new_handle(), native, runner.module_flags(native)["check"])
+        self._views.on |= module.check
         self._modules[module.handle] = module
         return module.handle
 
@@ -242,7 +255,10 @@ class HostModules(HostStreams):
                 "CUDA_ERROR_INVALID_VALUE", call,
                 f"parameters of {sizes} bytes, the kernel takes {f.sizes}", kernel=params.func,
             )  # fmt: skip
-        return KernelWork(f, params)
+        given = []
+        if f.module.check:
+            given = fences(params.params, self._views, self._block_at)
+        return KernelWork(f, params, self._views, given)
 
     def _check_shape(self, call: str, f: HostFunction, params: KernelNodeParams) -> None:
         """Refuse a grid, block or shared memory that a GPU would refuse."""

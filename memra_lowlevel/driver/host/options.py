@@ -37,11 +37,15 @@ class HostOptions:
         has loaded stay as they are: set this before the first ``Device``. For one kernel of your
         own, ``CompileOptions(check=True)``; memory counts as unwritten then from its loading on.
 
+        Where an allocation was given to a kernel in parts (views, slices of an arena), what lies
+        beside all parts is out of bounds too, unless the kernel may have the address from
+        elsewhere, such as a table in memory. A view that begins where a larger living one does
+        counts as that one.
+
         Without it are reported: divergent barriers, and what touches a page outside an allocation.
         That is all that lies behind its end, but for up to 15 bytes where its size is no multiple
         of 16, and before its begin what is further than the rest of its page; stray writes nearer
-        than that are found when the memory is given back to the system. No mode knows a view or a
-        slice of an arena from the allocation that it lies in.
+        than that are found when the memory is given back to the system.
     n_devices : int
         Number of host devices; read when the driver is made.
     memory_bytes : int

@@ -13,6 +13,7 @@ import ctypes
 import functools
 import math
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from .build import Sanitizer, runtime_library
 from .options import KERNEL_SECONDS
 from .quick import quick
 from .reports import Failure, translate
+from .views import Fence
 
 __all__ = [
     "Order",
@@ -63,6 +65,8 @@ class _Options(ctypes.Structure):
         ("strict", ctypes.c_uint32),
         ("check", ctypes.c_uint32),
         ("seconds", ctypes.c_double),
+        ("n_fences", ctypes.c_uint64),
+        ("fences", ctypes.c_void_p),
     )
 
 
@@ -326,6 +330,7 @@ def run(
     check: bool = False,
     strict: bool = True,
     seconds: float = KERNEL_SECONDS,
+    fences: Sequence[Fence] = (),
 ) -> None:
     """Run a launch to its end.
 
@@ -349,6 +354,8 @@ def run(
         Whether a thread that returned makes a later barrier an error.
     seconds : float
         Time that the launch may take; ``math.inf`` is no limit.
+    fences : sequence of Fence
+        With ``check``: parts of allocations of which nothing else may be touched.
 
     Raises
     ------
@@ -359,7 +366,12 @@ def run(
         The launch was refused; nothing ran.
     """
     limit = min(seconds, _LONGEST) if seconds < math.inf else 0.0
-    options = _Options(ORDERS[order], workers, seed & 0xFFFFFFFFFFFFFFFF, strict, check, limit)
+    rows = [(f.block.ptr, f.block.n_bytes, f.begin, f.end, f.parameter) for f in fences]
+    table = (ctypes.c_uint64 * (5 * len(rows)))(*(word for row in rows for word in row))
+    options = _Options(
+        ORDERS[order], workers, seed & 0xFFFFFFFFFFFFFFFF, strict, check, limit, len(rows),
+        ctypes.addressof(table),
+    )  # fmt: skip
     kind = runtime().memra_run(
         func, _dim3(grid), _dim3(block), shared_bytes, params_address,
         ctypes.byref(options), _per_thread.address,

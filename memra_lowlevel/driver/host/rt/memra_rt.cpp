@@ -209,6 +209,8 @@ struct MemraRunOptions {
   uint64_t seed;
   uint32_t strict, check;
   double seconds;
+  uint64_t n_parts;
+  const LaunchPart* parts;
 };
 
 // Runs a launch to its end. 0, or the kind of failure with `out` filled.
@@ -226,6 +228,7 @@ MEMRA_EXPORT int memra_run(Function* f, const uint32_t* grid, const uint32_t* bl
   launch.strict = options->strict;
   launch.check = options->check;
   launch.seconds = options->seconds;
+  launch.parts.assign(options->parts, options->parts + options->n_parts);
   launch.n_blocks = uint64_t(grid[0]) * grid[1] * grid[2];
   const uint64_t n_threads = uint64_t(block[0]) * block[1] * block[2];
   if (!launch.n_blocks || !n_threads) return refuse(out, launch, "a dimension of the launch is 0");

@@ -230,6 +230,11 @@ struct Worker {
   Worker(const Worker&) = delete;
 };
 
+// A part of an allocation that a launch was given; the rest of the allocation is closed to it.
+struct LaunchPart {
+  uint64_t block, block_bytes, begin, end, parameter;
+};
+
 struct LaunchState {
   Function* function;
   uint32_t grid[3], block[3];
@@ -243,6 +248,7 @@ struct LaunchState {
   std::atomic<uint64_t> next_block{0};
   std::atomic<bool> stop{false};
   std::atomic<bool> overdue{false};
+  std::vector<LaunchPart> parts;         // check mode
   uint64_t order_a = 1, order_b = 0;     // block i of the random order is (a * i + b) mod n
 };
 

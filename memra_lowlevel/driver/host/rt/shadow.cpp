@@ -437,12 +437,35 @@ inline void look_at_marks(Checker& c, uint8_t* marks, const Access& a) {
   }
 }
 
+// An allocation of which the launch was given some parts, and an access beside all of them.
+void look_at_fences(Checker& c, const std::vector<LaunchPart>& parts, const Access& a) {
+  const LaunchPart* nearest = nullptr;
+  uint64_t distance = ~uint64_t(0);
+  for (const LaunchPart& f : parts) {
+    if (a.at - f.block >= f.block_bytes) continue;
+    if (a.at >= f.begin && a.at + a.n_bytes <= f.end) return;
+    const uint64_t away = a.at < f.begin ? f.begin - a.at : a.at + a.n_bytes - f.end;
+    if (away < distance) distance = away, nearest = &f;
+  }
+  if (!nearest) return;
+  char text[256];
+  snprintf(text, sizeof text,
+           " outside the view: %llu bytes %s the %llu bytes of it, parameter %llu, in a buffer of "
+           "%llu bytes at 0x%llx",
+           (unsigned long long)distance, a.at < nearest->begin ? "before" : "past",
+           (unsigned long long)(nearest->end - nearest->begin),
+           (unsigned long long)nearest->parameter, (unsigned long long)nearest->block_bytes,
+           (unsigned long long)nearest->block);
+  report(c, FAIL_BOUNDS, a, verb(a) + std::string(text));
+}
+
 void check_access(Checker& c, const Access& a) {
   const uintptr_t at = a.at;
   Worker& w = *c.w;
   if (MEMRA_LIKELY(at - arena_begin < arena_bytes)) {
     const size_t offset = at - arena_begin;
     if (MEMRA_UNLIKELY(offset + a.n_bytes > arena_bytes)) return;
+    if (MEMRA_UNLIKELY(!w.launch->parts.empty())) look_at_fences(c, w.launch->parts, a);
     look_at_marks(c, device_marks + offset, a);
     touch_range<false>(c, device_cells, a, offset);
     return;

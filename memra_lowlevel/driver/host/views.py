@@ -1,0 +1,111 @@
+"""What check mode knows of views: which part of an allocation a launch was given.
+
+An allocation is often cut into slices and views, and a kernel only gets addresses. The layer above
+tells the host device of each view that it makes; a pointer parameter then stands for the largest
+living view that begins there, and an allocation of which a launch was given some views only is
+closed elsewhere. Where a launch may reach an allocation on another way, through a pointer that
+nobody told of, one inside a larger parameter or one in memory, all of it stays open.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+__all__ = ["Fence", "View", "Views", "fences", "still_closed"]
+
+_WORD = 8
+_TABLE_BYTES = 1 << 20  # memory up to which a parameter is searched for pointers
+_SWEEP = 4096
+
+
+class View(Protocol):
+    """A part of an allocation, as the layer above has it."""
+
+    ptr: int
+    n_bytes: int
+
+
+class Block(Protocol):
+    """An allocation."""
+
+    @property
+    def ptr(self) -> int: ...
+
+    @property
+    def n_bytes(self) -> int: ...
+
+
+class Fence(NamedTuple):
+    """A part of an allocation that a launch may touch."""
+
+    block: Block
+    begin: int
+    end: int
+    parameter: int
+
+
+class Views:
+    """The living views, by where they begin."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self._at: dict[int, weakref.WeakSet[Any]] = {}
+        self._sweep = _SWEEP
+
+    def note(self, view: View) -> None:
+        """Remember a view for as long as it lives."""
+        self._at.setdefault(view.ptr, weakref.WeakSet()).add(view)
+        if len(self._at) > self._sweep:
+            self._at = {ptr: views for ptr, views in self._at.items() if views}
+            self._sweep = 2 * len(self._at) + _SWEEP
+
+    def extent(self, ptr: int) -> int | None:
+        """Bytes of the largest living view that begins at an address; None if none does."""
+        return max((view.n_bytes for view in self._at.get(ptr, ())), default=None)
+
+
+class _Blocks(Protocol):
+    def __call__(self, ptr: int) -> Block | None: ...
+
+
+def fences(values: Sequence[bytes], views: Views, block_at: _Blocks) -> list[Fence]:
+    """Say which parts of which allocations a launch with these parameters was given.
+
+    Allocations that it was given whole, or may reach otherwise, are left out.
+    """
+    found: dict[int, list[Fence]] = {}
+    opened = set()
+    for i, value in enumerate(values):
+        words = [value[at : at + _WORD] for at in range(0, len(value) - _WORD + 1, _WORD)]
+        for word in words:
+            ptr = int.from_bytes(word, "little")
+            block = block_at(ptr)
+            if block is None:
+                continue
+            n_bytes = views.extent(ptr) if len(words) == 1 else None
+            if n_bytes is None or n_bytes == block.n_bytes:
+                opened.add(block.ptr)
+            else:
+                found.setdefault(block.ptr, []).append(Fence(block, ptr, ptr + n_bytes, i))
+    return [fence for ptr, given in found.items() if ptr not in opened for fence in given]
+
+
+def still_closed(given: Sequence[Fence], values: Sequence[bytes], views: Views) -> list[Fence]:
+    """Leave out allocations to which memory of the launch holds pointers, as tables do."""
+    blocks = {fence.block.ptr: fence.block for fence in given}
+    for value in values:
+        ptr = int.from_bytes(value, "little") if len(value) == _WORD else 0
+        n_bytes = views.extent(ptr) if ptr else None
+        if not blocks or n_bytes is None or ptr % _WORD or not _WORD <= n_bytes <= _TABLE_BYTES:
+            continue
+        n = n_bytes // _WORD
+        words = np.ctypeslib.as_array((ctypes.c_uint64 * n).from_address(ptr))
+        for block in list(blocks.values()):
+            if ((words >= block.ptr) & (words <= block.ptr + block.n_bytes)).any():
+                del blocks[block.ptr]
+    return [fence for fence in given if fence.block.ptr in blocks]
