@@ -95,33 +95,45 @@ def host_us_in_turn(
     calls: Sequence[tuple[Callable[..., object], Sequence[object], int]],
     settle: Callable[[], object],
     n_samples: int = 31,
+    *,
+    best_of: int = 1,
+    warm_s: float = 0.0,
 ) -> list[list[float]]:
     """Host time of several calls, in µs each, their samples taken in turn.
 
     Parameters
     ----------
     calls : sequence of (callable, arguments, count)
-        A sample makes ``count`` calls; each stands in a loop by itself, with its arguments in local
+        A turn makes ``count`` calls; each stands in a loop by itself, with its arguments in local
         variables, so that neither a wrapper nor a look-up is measured with it.
     settle
-        Drains the device after each sample.
+        Drains the device after each turn.
     n_samples
-        Per call, each turn in the other direction. What drifts, such as a clock, then drifts for
-        all calls alike, and so does what a call leaves behind for the next one; samples of one
-        turn may be compared one by one.
+        Per call. Each turn goes in the other direction. What drifts, such as a clock, then drifts
+        for all calls alike, and so does what a call leaves behind for the next one; samples of one
+        place may be compared one by one.
+    best_of
+        Turns of which a sample is the fastest: whatever else a machine does only adds.
+    warm_s
+        Seconds of turns that do not count, at least one: until processor and device have left
+        their idle clocks.
     """
-    samples: list[list[float]] = [[] for _ in calls]
-    pairs = list(zip(calls, samples, strict=True))
-    for turn in range(n_samples + 1):  # the first one warms up
+    turns: list[list[float]] = [[] for _ in calls]
+    pairs = list(zip(calls, turns, strict=True))
+    warm, turn = time.perf_counter() + warm_s, 0
+    while turn == 0 or len(turns[0]) < n_samples * best_of:
         for (call, args, n_calls), found in pairs[:: 1 if turn % 2 else -1]:
             loop = _loop(len(args))
             start = time.perf_counter_ns()
             loop(range(n_calls), call, *args)
             elapsed = time.perf_counter_ns() - start
             settle()
-            if turn:
-                found.append(elapsed / 1e3 / n_calls)
-    return samples
+            found.append(elapsed / 1e3 / n_calls)
+        turn += 1
+        if turn == 1 or time.perf_counter() < warm:
+            for found in turns:
+                found.clear()
+    return [[min(found[i : i + best_of]) for i in range(0, len(found), best_of)] for found in turns]
 
 
 @functools.cache

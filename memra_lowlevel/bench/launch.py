@@ -23,9 +23,11 @@ N_NODES = 60
 """Kernels of the chain that is replayed."""
 
 _BATCH = 50
-# Many short samples: a host is disturbed for milliseconds now and then, and its clock wanders.
-_LAUNCHES, _REPLAYS, _WAITS = (_BATCH, 201), (20, 301), (10, 101)  # calls of a sample, samples
+# Many short turns: a host is disturbed for milliseconds now and then, and its clock wanders.
+_LAUNCHES, _REPLAYS, _WAITS = (_BATCH, 61), (20, 101), (10, 61)  # calls of a turn, samples
 _SMALL = (2, 3)
+_BEST_OF = 5
+_WARM_S = 0.3
 _C_LAUNCH, _C_REPLAY = "launch, C", "replay, C"
 
 
@@ -52,7 +54,7 @@ def measure_launch(run: Run) -> None:
     else:
         bare = (native.lib.mll_bare_launches, (plan._plan, stream.cell, n_calls), n_calls)
         calls = {c_row: bare, **calls}
-    found = _in_turn(calls, stream.sync, n_calls, n_samples)
+    found = _in_turn(run, calls, stream.sync, n_calls, n_samples)
     for what, samples in found.items():
         row = _row(what, samples, "launch", c_row)
         if c_row is not None and what in ("launch, prepared", "launch, many at once"):
@@ -84,7 +86,7 @@ def _with_sync(run: Run, plan: Any, c_row: str | None) -> None:
     if c_row is not None:
         calls = {f"{c_row} + sync": (bare, (), 1), **calls}
     n_calls, n_samples = _SMALL if run.small else _WAITS
-    for what, samples in _in_turn(calls, _nothing, n_calls, n_samples).items():
+    for what, samples in _in_turn(run, calls, _nothing, n_calls, n_samples).items():
         run.add(_row(what, samples, "launch + sync", c_row and f"{c_row} + sync"))
 
 
@@ -138,7 +140,7 @@ def _chain(run: Run, plan: Any, n_nodes: int, which: str) -> bool:
         for calls, settle, how, factor, more in (
             (hosts, stream.sync, counts[0], 1.0, 0.1), (waits, _nothing, counts[1], 1.03, 0.0),
         ):  # fmt: skip
-            found = _in_turn(calls, settle, *how)
+            found = _in_turn(run, calls, settle, *how)
             work, base = list(calls)[-1], None if cell is None else next(iter(calls))
             for what, samples in found.items():
                 row = _row(what, samples, work, base)
@@ -153,11 +155,12 @@ _Call = tuple[Callable[..., object], Sequence[object], int]
 
 
 def _in_turn(
-    calls: dict[str, _Call], settle: Callable[[], object], n_calls: int, n_samples: int
+    run: Run, calls: dict[str, _Call], settle: Callable[[], object], n_calls: int, n_samples: int
 ) -> dict[str, list[float]]:
     """Give samples per operation in µs, by name."""
     counted = [(call, words, max(1, n_calls // per)) for call, words, per in calls.values()]
-    found = host_us_in_turn(counted, settle, n_samples)
+    best_of, warm_s = (1, 0.0) if run.small else (_BEST_OF, _WARM_S)
+    found = host_us_in_turn(counted, settle, n_samples, best_of=best_of, warm_s=warm_s)
     return {
         what: [s / per for s in samples]
         for (what, (_, _, per)), samples in zip(calls.items(), found, strict=True)

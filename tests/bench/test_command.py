@@ -142,6 +142,17 @@ def test_samples_in_turn_change_their_order():
     assert [len(samples) for samples in found] == [2, 2, 2]  # the first turn warms up
 
 
+def test_a_sample_may_be_the_fastest_of_several_turns(monkeypatch):
+    now = iter(range(10**9))
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: 0.01 * next(now))
+    took = iter([9, 9, 9, 9, 5, 3, 4, 2, 8, 7])
+    stamps = iter(x for us in took for x in (0, 1000 * us))
+    monkeypatch.setattr(clock.time, "perf_counter_ns", lambda: next(stamps))
+    calls = [(lambda x: None, (0,), 1)]
+    found = clock.host_us_in_turn(calls, lambda: None, 2, best_of=3, warm_s=0.035)
+    assert found == [[3.0, 2.0]]  # four turns warmed up
+
+
 def test_a_line_says_share_and_goal():
     found = rows()
     text = command.line(found[0], found)
@@ -180,8 +191,9 @@ def test_the_whole_path_with_floors_and_goals(monkeypatch):
     monkeypatch.setattr(ceilings, "ROTATION_BYTES", 2 << 20)
     monkeypatch.setattr(attend, "CASES", attend._SMALL)
     monkeypatch.setattr(attend, "ROWS", attend._SMALL_ROWS)
-    monkeypatch.setattr(launch, "_REPLAYS", (2, 101))
+    monkeypatch.setattr(launch, "_REPLAYS", (2, 61))
     monkeypatch.setattr(launch, "_WAITS", (2, 5))
+    monkeypatch.setattr(launch, "_WARM_S", 0.0)
     with Device("host") as device, device.stream(name="bench") as stream:
         state = Run(device, stream)
         state.timed = lambda calls, n=2: graph_us(device, stream, calls, 2)
@@ -201,7 +213,7 @@ def test_the_whole_path_with_floors_and_goals(monkeypatch):
     if "launch, C" in named:
         for what, factor, more in (("launch", 1.05, 0.0), ("replay", 1.0, 0.1)):
             ours, c = named["launch, prepared" if factor > 1 else what], named[f"{what}, C"]
-            assert ours.in_turn and ours.baseline == c.what and len(ours.samples) > 100
+            assert ours.in_turn and ours.baseline == c.what and len(ours.samples) > 60
             longer = np.median(np.subtract(ours.samples, c.samples))
             wanted = factor * (ours.median - longer) + more
             assert ours.goal == pytest.approx(wanted, abs=1e-3)
