@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["HeadTurn", "append", "prepare"]
 
 _WARPS, _WARP = 4, 32
+_MAX_DIM = 512
 
 registry.register(
     KernelSpec(
@@ -101,7 +102,7 @@ def append(
     stream : Stream
     k, v : Buffer
         f32 ``[n, n_kv_heads * head_dim]`` and ``[n, n_kv_heads * head_dim_v]``; head sizes are
-        multiples of 32.
+        multiples of 32 up to 512.
     k_plane, v_plane, len_d, k_format, v_format, rows, base_d
         As for :func:`.kv_append.append`.
     turn : HeadTurn
@@ -123,8 +124,12 @@ def append(
     dims = []
     for name, buffer in (("k", k), ("v", v)):
         dim, rest = divmod(buffer.shape[-1] if len(buffer.shape) == 2 else 0, n_kv_heads)
-        if rest or dim == 0 or dim % BLOCK or buffer.ptr % 16 or buffer.shape[0] != n:
-            expected = f"f32 [n, {n_kv_heads} heads of a multiple of {BLOCK}], 16-byte aligned"
+        fits = not rest and dim % BLOCK == 0 and 0 < dim <= _MAX_DIM and buffer.ptr % 16 == 0
+        if not fits or buffer.shape[0] != n:
+            expected = (
+                f"f32 [n, {n_kv_heads} heads of a multiple of {BLOCK} up to {_MAX_DIM}], 16-byte "
+                "aligned"
+            )
             raise _refused(name, expected, str(list(buffer.shape)))
         dims.append(dim)
     if n > MAX_ROWS:
@@ -138,18 +143,20 @@ def append(
             raise _refused(name, f"at least {need} bytes ({rows} rows)", f"{plane.n_bytes}")
     n_heads = 0
     if q is not None:
-        if len(q.shape) != 3 or q.shape[0] != n or q.shape[2] != head_dim:
-            raise _refused("q", f"f32 [{n}, n_heads, {head_dim}]", str(list(q.shape)))
+        if len(q.shape) != 3 or q.shape[0] != n or q.shape[2] != head_dim or q.ptr % 16:
+            expected = f"f32 [{n}, n_heads, {head_dim}], 16-byte aligned"
+            raise _refused("q", expected, str(list(q.shape)))
         n_heads = q.shape[1]
     for name, weight in (("k_norm", turn.k_norm), ("q_norm", turn.q_norm)):
-        if weight is not None and weight.size != head_dim:
-            raise _refused(name, f"f32 [{head_dim}]", str(list(weight.shape)))
+        if weight is not None and (weight.size != head_dim or weight.ptr % 16):
+            expected = f"f32 [{head_dim}], 16-byte aligned"
+            raise _refused(name, expected, str(list(weight.shape)))
     n_positions, n_rot = _table(turn.angles, head_dim)
     if n == 0:
         return
     config = LaunchConfig(
         (-(-(n_heads + 2 * n_kv_heads) // _WARPS), n, 1), (_WARPS * _WARP, 1, 1),
-        shared_bytes=_WARPS * 4 * max(dims),
+        shared_bytes=_WARPS * 4 * head_dim,
         programmatic=starts_early(stream.device, programmatic),
     )  # fmt: skip
     launch(
@@ -165,8 +172,9 @@ def _table(angles: Buffer | None, head_dim: int) -> tuple[int, int]:
     if angles is None:
         return 0, 0
     shape = angles.shape
-    if len(shape) != 3 or shape[2] != 2 or not 0 < 2 * shape[1] <= head_dim:
-        expected = f"f32 [n_positions, up to {head_dim // 2}, 2] of (cos, sin)"
+    fits = len(shape) == 3 and shape[2] == 2 and 0 < 2 * shape[1] <= head_dim
+    if not fits or angles.ptr % 8:
+        expected = f"f32 [n_positions, up to {head_dim // 2}, 2] of (cos, sin), 8-byte aligned"
         raise _refused("angles", expected, str(list(shape)))
     return shape[0], 2 * shape[1]
 

@@ -87,6 +87,19 @@ def test_the_bytes_of_a_plain_append_of_turned_rows(stream, k_format, v_format):
     assert all(same(a, b) for a, b in zip(packed.bytes(), wanted.bytes(), strict=True))
 
 
+@pytest.mark.parametrize(("dim", "dim_v", "n_rot"), [(96, 128, 90), (128, 96, 128), (512, 32, 260)])
+@pytest.mark.parametrize("halves", [False, True])
+def test_every_size_of_heads(stream, dim, dim_v, n_rot, halves):
+    rng = np.random.default_rng(dim)
+    n = 3
+    planes = Planes(stream, 2, dim, 5, F32, F32, head_dim_v=dim_v)
+    k, v, weights = normal(rng, n, 2, dim), normal(rng, n, 2, dim_v), 1 + normal(rng, 2, dim) / 4
+    turn, of_k, _ = turn_of(planes, weights, table(4, n_rot), halves)
+    append(planes, k, v, turn, n_kv_heads=2)
+    got, kept = planes.decoded(n)
+    assert same(kept, v) and error(got, turn_heads(k, 0, **of_k)) < 1e-6
+
+
 def test_rows_together_are_rows_alone_on_a_ring(stream):
     rng = np.random.default_rng(2)
     n = 6
@@ -162,6 +175,8 @@ def run_heads(fmt, source="kv/append_heads.cu", order="random", **how):
 @pytest.mark.parametrize("order", ["forward", "reverse", "random"])
 def test_no_order_between_threads_is_needed(fmt, order):
     first = run_heads(fmt)
+    lanes = run_heads(fmt, order=order, check=True, defines={"BLOCK32_LANES": "1"})
+    assert all(same(a, b) for a, b in zip(lanes, first, strict=True))
     assert all(
         same(a, b) for a, b in zip(run_heads(fmt, order=order, check=True), first, strict=True)
     )
