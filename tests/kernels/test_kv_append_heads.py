@@ -69,9 +69,8 @@ def test_heads_against_float64(stream, normed, n_rot, halves):
 
 @pytest.mark.parametrize(
     ("k_format", "v_format"),
-    zip(FORMATS.values(), reversed(FORMATS.values()), strict=True),
-    ids=str,
-)
+    list(zip(FORMATS.values(), reversed(FORMATS.values()), strict=True)), ids=str,
+)  # fmt: skip
 def test_the_bytes_of_a_plain_append_of_turned_rows(stream, k_format, v_format):
     rng = np.random.default_rng(1)
     n, slot = 4, 3
