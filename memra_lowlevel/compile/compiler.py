@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -16,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from .. import expect
-from ..errors import CompileError, Diagnostic
+from ..errors import CompileError
 from . import arch as archs
-from . import cubin as cubins
-from . import logs, nvrtc, recorded, signature
+from . import nvrtc, recorded
 from . import source as sources
+from .build import build, build_host
 from .cache import FORMAT_VERSION, KernelCache, default_cache
 from .image import CompiledImage
 from .options import CompileOptions, Defines, define_flags
@@ -29,7 +28,6 @@ __all__ = ["Job", "clear_memory", "compile_each", "compile_file", "compile_many"
 
 log = logging.getLogger(__name__)
 
-_BUILT_IN_NAMES = "common/device.cuh"
 _memory: dict[str, CompiledImage] = {}
 _in_flight: dict[str, threading.Lock] = {}
 _guard = threading.Lock()
@@ -232,17 +230,17 @@ def _compile(
     if stored is not None:
         return stored
     if arch == archs.HOST:
-        return _compile_host(text, closure, names, defines, folders, chosen)
+        return build_host(text, closure, names, defines, folders, chosen)
     compiler = nvrtc.library()
     target = _target(arch, compiler)
     _tell(target)
     key = cache_key(compiler, target.arch, flags, closure, names)
 
-    def build() -> CompiledImage:
-        return _build(compiler, target, key, flags, closure, names)
+    def make() -> CompiledImage:
+        return build(compiler, target, key, flags, closure, names)
 
     if not cache:
-        return build()
+        return make()
     with _guard:
         lock = _in_flight.setdefault(key, threading.Lock())
     with lock:
@@ -250,7 +248,7 @@ def _compile(
         if kept is not None:
             return replace(kept, want=target.want, rung=target.rung, origin="memory")
         disk = cache if isinstance(cache, KernelCache) else default_cache()
-        image = disk.get_or_build(key, label(closure.name), target.arch, build)
+        image = disk.get_or_build(key, label(closure.name), target.arch, make)
         image = replace(image, want=target.want, rung=target.rung)
         _memory[key] = image
         return image
@@ -352,174 +350,6 @@ def _from_stores(
         if found is not None:
             return found
     return None
-
-
-def _build(
-    compiler: nvrtc.Library,
-    target: archs.Target,
-    key: str,
-    flags: Sequence[str],
-    closure: sources.Closure,
-    names: tuple[str, ...],
-) -> CompiledImage:
-    output = nvrtc.compile_program(
-        closure.text,
-        closure.name,
-        closure.headers,
-        [f"--gpu-architecture={target.arch}", *flags],
-        names,
-        target.kind,
-    )
-    found = logs.diagnostics(output.log)
-    if not output.ok:
-        raise compile_error(closure, target.arch, compiler.name, output, found, names)
-    layouts = cubins.param_layout(output.data) if target.kind == "cubin" else {}
-    symbols = tuple(layouts) if layouts else cubins.ptx_entry_points(output.data)
-    entries = {**_plain_entries(symbols), **output.lowered}
-    return CompiledImage(
-        kind=target.kind,
-        arch=target.arch,
-        rung=target.rung,
-        data=output.data,
-        entries=entries,
-        signatures=signatures_of(closure, entries),
-        layouts=layouts,
-        resources=logs.resources(output.log),
-        diagnostics=found,
-        log=output.log,
-        key=key,
-        ms=output.ms,
-        name=closure.name,
-        want=target.want,
-    )
-
-
-def _compile_host(
-    text: str | Path,
-    closure: sources.Closure,
-    names: tuple[str, ...],
-    defines: Defines,
-    folders: Sequence[str | Path],
-    options: CompileOptions,
-) -> CompiledImage:
-    from ..driver.host.options import current_options
-    from . import hostcxx
-
-    start = time.perf_counter()
-    try:
-        built = hostcxx.compile_host(
-            text if isinstance(text, Path) else text + "\n",  # a text without a line end is a path
-            names,
-            [*folders, sources.cuda_src_root()],
-            {k: v for k, v in defines.items() if v is not False},
-            check=options.check or current_options().check,
-            sanitize=options.sanitize,
-            name=closure.name,
-        )
-    except CompileError as error:
-        if any(header == _BUILT_IN_NAMES for header, _ in closure.headers):
-            raise
-        raise CompileError(
-            f'{error}. The source does not include "{_BUILT_IN_NAMES}", which stands for CUDA\'s '
-            "built-in names on the host device: include it first",
-            diagnostics=error.diagnostics,
-            log=error.log,
-        ) from None
-    data = str(built.path).encode()
-    return CompiledImage(
-        kind="host",
-        arch=archs.HOST,
-        rung="host",
-        data=data,
-        entries=dict(built.entries),
-        signatures=signatures_of(closure, built.entries),
-        key=hashlib.blake2b(data, digest_size=20).hexdigest(),
-        ms=(time.perf_counter() - start) * 1e3,
-        name=closure.name,
-        want=archs.HOST,
-    )
-
-
-def signatures_of(closure: sources.Closure, names: Iterable[str]) -> dict[str, signature.Signature]:
-    """Signatures of the given kernels, as far as the source spells them out."""
-    known: dict[str, signature.Signature] = {}
-    for text in (closure.text, *(content for _, content in closure.headers)):
-        for name, found in signature.parse(text).items():
-            known.setdefault(name, found)
-    return {
-        name: signature.specialise(known[base], name)
-        for name in names
-        if (base := signature.base_name(name)) in known
-    }
-
-
-def compile_error(
-    closure: sources.Closure,
-    arch: str,
-    compiler: str,
-    output: nvrtc.Output,
-    found: Sequence[Diagnostic],
-    names: Sequence[str],
-) -> CompileError:
-    """Turn a failed compilation into the error that says the most."""
-    errors = [d for d in found if d.severity == "error"]
-    for problem in errors:
-        opened = re.search(r'(?:cannot|could not) open source file "([^"]+)"', problem.message)
-        if opened is not None:
-            missing = next((m for m in closure.missing if m.name == opened[1]), None)
-            if missing is None:
-                missing = sources.MissingHeader(opened[1], problem.file, problem.line, (), True)
-            return sources.header_not_found(missing, problem.source_line, output.log)
-    unresolved = [d for d in errors if d.file == logs.NAME_MAP]
-    if unresolved and len(unresolved) == len(errors):
-        at = [d.source_line.rpartition("nv_mangled_name ")[2].strip() for d in unresolved]
-        which = ", ".join(repr(n) for n in names if n.strip() in at) or "one of " + repr(names)
-        have = ", ".join(sorted(_kernel_names(closure))) or "none"
-        return CompileError(
-            f"{closure.name}: the name expression {which} names no kernel of this source: "
-            f"{unresolved[0].message}. Its kernels are {have}",
-            diagnostics=found,
-            log=output.log,
-        )
-    text = f"{closure.name} does not compile for {arch} ({compiler}, {output.result})"
-    if errors:
-        first = errors[0]
-        where = f"{first.file}:{first.line}:{first.column}: " if first.line else ""
-        caret = f"\n  {first.source_line}\n  {' ' * (first.column - 1)}^" if first.column else ""
-        more = f"\n(and {len(errors) - 1} more; see .diagnostics)" if len(errors) > 1 else ""
-        text += f":\n{where}{first.message}{caret}{more}"
-    elif output.log:
-        text += f":\n{output.log}"
-    return CompileError(text, diagnostics=found, log=output.log)
-
-
-def _kernel_names(closure: sources.Closure) -> set[str]:
-    names: set[str] = set()
-    for text in (closure.text, *(content for _, content in closure.headers)):
-        names.update(signature.parse(text))
-    return names
-
-
-def _plain_entries(symbols: Iterable[str]) -> dict[str, str]:
-    """Give the kernels that are no templates their plain names: ``f`` for ``f`` and ``_Z1fPi``."""
-    entries: dict[str, str] = {}
-    twice: set[str] = set()
-    for symbol in symbols:
-        name = symbol
-        mangled = re.match(r"_Z(\d+)", symbol)
-        if mangled is not None:
-            end = mangled.end() + int(mangled[1])
-            if symbol[end : end + 1] == "I":
-                continue  # a template instance has its name expression
-            name = symbol[mangled.end() : end]
-        elif symbol.startswith("_Z"):
-            continue  # inside a namespace: ask by name expression
-        if name in entries:
-            twice.add(name)
-        entries[name] = symbol
-    for name in twice:  # overloads have no plain name
-        del entries[name]
-    return entries
 
 
 def _tell(target: archs.Target) -> None:

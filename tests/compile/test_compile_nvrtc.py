@@ -13,10 +13,10 @@ from memra_lowlevel.compile import (
     compile_file,
     compile_many,
     compile_source,
-    compiler,
     logs,
     nvrtc,
 )
+from memra_lowlevel.compile.build import plain_entries
 from memra_lowlevel.errors import ArchUnsupported, ArgumentError, CompileError, HeaderNotFound
 
 SPILLING = """
@@ -244,4 +244,4 @@ def test_log_parser_on_foreign_text() -> None:
     assert logs.resources("Used 3 registers\nnonsense") == {}
     (internal,) = logs.diagnostics("a.cu(3): internal error: assertion failed\n")
     assert (internal.severity, internal.line) == ("error", 3)
-    assert compiler._plain_entries(["_Z1fPi", "_Z1fi", "_Z2ghILi3EEvv", "k"]) == {"k": "k"}
+    assert plain_entries(["_Z1fPi", "_Z1fi", "_Z2ghILi3EEvv", "k"]) == {"k": "k"}
