@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..closing import Closing
-from ..errors import PlaneError, RestoreRefused, RewindRefused, SnapshotRefused
+from ..errors import PlaneError, SnapshotRefused
 from . import prefix as prefixes
+from . import snapshot as snapshots
 from .group import CacheOptions, PlaneGroup
 from .kv_layer import KvLayer
 from .latent import LatentKvLayer
@@ -247,7 +248,7 @@ class Cache(Closing):
         """
         for group in self.stages:
             group.check_room(n)
-        return any([group.prepare(_on(stream, group), n) for group in self.stages])
+        return any([group.prepare(group.on(stream), n) for group in self.stages])
 
     def advance(
         self, stream: Stream, n: int, *, scanned: bool = False, replay: bool = False
@@ -266,22 +267,22 @@ class Cache(Closing):
                 raise PlaneError(f"{self.name}: {n} rows replayed, {self._replay} are missing")
             for group in self.stages:
                 if group.lengths.slots is not None:
-                    group.lengths.slots.advance(_on(stream, group), 1 if scanned else n)
+                    group.lengths.slots.advance(group.on(stream), 1 if scanned else n)
                     if scanned:
                         group.anchor_at(self.pos + n)
             self._replay -= n
             return
         self._ready("advance")
         for group in self.stages:
-            group.lengths.need(_on(stream, group), n)
-            group.check_advance(_on(stream, group), n)
+            group.lengths.need(group.on(stream), n)
+            group.check_advance(group.on(stream), n)
         for group in self.stages:
-            group.advance(_on(stream, group), n, scanned=scanned)
+            group.advance(group.on(stream), n, scanned=scanned)
 
     def moved(self, stream: Stream, n: int) -> None:
         """Book that a kernel which was just issued on ``stream`` moved every counter by ``n``."""
         for group in self.stages:
-            group.moved(_on(stream, group), n)
+            group.moved(group.on(stream), n)
 
     def guard(self, stream: Stream) -> None:
         """Under capture: the planes note their own checks when rows are appended to them."""
@@ -295,12 +296,12 @@ class Cache(Closing):
         for group in self.stages:
             group.check_len(n)
         for group in self.stages:
-            group.set_len(_on(stream, group), n)
+            group.set_len(group.on(stream), n)
 
     def reset(self, stream: Stream) -> None:
         """Empty every plane of the trunk and lift a taint."""
         for group in self.stages:
-            group.reset(_on(stream, group))
+            group.reset(group.on(stream))
         self.tainted, self._replay = False, 0
 
     # -- trust ------------------------------------------------------------------------------------
@@ -331,20 +332,7 @@ class Cache(Closing):
         SnapshotRefused
             The cache is tainted, or rows are still to be replayed.
         """
-        self._check_snapshot()
-        conv: list[Buffer | None] = []
-        ssm: list[Buffer | None] = []
-        for layer in self.recur:
-            for out, state in ((conv, "conv_state"), (ssm, "ssm_state")):
-                if layer is None:
-                    out.append(None)
-                    continue
-                source: Buffer = getattr(layer, state)
-                on = _on(stream, self._group_of(layer))
-                out.append(layer.device.empty(source.shape, source.dtype, on, f"{state} copy"))
-        snap = CacheSnapshot([], [None] * len(self.kv), conv, ssm, 0)
-        self._fill(snap, stream)
-        return snap
+        return snapshots.take(self, stream)
 
     def snapshot_into(self, stream: Stream, snap: CacheSnapshot) -> None:
         """Refresh a snapshot in place; nothing is allocated.
@@ -354,26 +342,12 @@ class Cache(Closing):
         SnapshotRefused
             As :meth:`snapshot`, or the snapshot is of another model; it is unchanged.
         """
-        self._check_snapshot()
-        for layer, conv, ssm in zip(self.recur, snap.conv, snap.ssm, strict=False):
-            for buffer, state in ((conv, "conv_state"), (ssm, "ssm_state")):
-                want = None if layer is None else getattr(layer, state).shape
-                if (None if buffer is None else buffer.shape) != want:
-                    raise SnapshotRefused(
-                        f"{self.name}.snapshot_into: a copy of shape {buffer!r} for a state of "
-                        f"{want}; make a new snapshot"
-                    )
-        if len(snap.conv) != len(self.recur):
-            raise SnapshotRefused(
-                f"{self.name}.snapshot_into: a snapshot of {len(snap.conv)} layers, the cache has "
-                f"{len(self.recur)}"
-            )
-        self._fill(snap, stream)
+        snapshots.retake(self, stream, snap)
 
     def can_rollback(self, snap: CacheSnapshot, accept: int = 0) -> bool:
         """Whether :meth:`rollback` would go through."""
         try:
-            self._check_rollback(snap, accept)
+            snapshots.check_rollback(self, snap, accept)
         except PlaneError:
             return False
         return True
@@ -398,29 +372,8 @@ class Cache(Closing):
         RewindRefused
             A ring has dropped rows that are needed. In all cases nothing has moved.
         """
-        target = self._check_rollback(snap, accept)
-        by_slot = all(self._reaches(group, snap, accept) for group in self.stages if group.recur)
-        if by_slot:
-            for group in self.stages:
-                if group.recur:
-                    group.lengths.set(_on(stream, group), target, snap.slot + accept)
-                else:
-                    group.lengths.set(_on(stream, group), target)
-                group.truncate_keys()
-            self._replay = 0
-            return 0
-        for group in self.stages:
-            on = _on(stream, group)
-            for il, layer in group.recur.items():
-                conv, ssm = snap.conv[il], snap.ssm[il]
-                assert conv is not None and ssm is not None
-                layer.conv_state.copy_from(on, conv)
-                layer.ssm_state.copy_from(on, ssm)
-            group.lengths.set(on, target)
-            group.truncate_keys()
-            group.anchor_at(snap.pos)
-        self._replay = accept
-        return accept
+        self._replay = snapshots.roll_back(self, stream, snap, accept)
+        return self._replay
 
     def verify_rollback(self, stream: Stream, saved: int, rows: int, keep: int) -> None:
         """Keep the first ``keep`` of the ``rows`` rows that a verification put behind ``saved``.
@@ -476,9 +429,6 @@ class Cache(Closing):
     def _groups(self) -> list[PlaneGroup]:
         return [*self.stages, *([self.mtp] if self.mtp is not None else [])]
 
-    def _group_of(self, layer: RecurLayer) -> PlaneGroup:
-        return next(g for g in self._groups() if layer in g.recur.values())
-
     def _ready(self, action: str) -> None:
         if self._replay:
             raise PlaneError(
@@ -490,48 +440,3 @@ class Cache(Closing):
         if self.tainted or self._replay:
             state = "tainted" if self.tainted else f"missing {self._replay} replayed rows"
             raise SnapshotRefused(f"{self.name}: the cache is {state}, no point to go back to")
-
-    def _fill(self, snap: CacheSnapshot, stream: Stream) -> None:
-        for layer, conv, ssm in zip(self.recur, snap.conv, snap.ssm, strict=True):
-            if layer is not None and conv is not None and ssm is not None:
-                on = _on(stream, self._group_of(layer))
-                conv.copy_from(on, layer.conv_state)
-                ssm.copy_from(on, layer.ssm_state)
-        snap.kv_len = [None if layer is None else layer.len for layer in self.kv]
-        snap.pos = self.pos
-        snap.slot = next((g.slot_counter for g in self.stages if g.recur), 0)
-
-    def _check_rollback(self, snap: CacheSnapshot, accept: int) -> int:
-        if self.tainted:
-            raise RestoreRefused(f"{self.name}.rollback: the cache is tainted; reset it")
-        target = snap.pos + accept
-        mine = [None if layer is None else 0 for layer in self.kv]
-        theirs = [None if n is None else 0 for n in snap.kv_len]
-        if mine != theirs or accept < 0 or target > self.len:
-            raise RestoreRefused(
-                f"{self.name}.rollback: to {snap.pos} + {accept} rows of {len(theirs)} layers, but "
-                f"the cache holds {self.len} rows of {len(mine)} layers"
-            )
-        for latent in self.latent[: self.model.n_layer]:
-            if latent is not None:
-                latent.check_len(target)
-        for layer in self.planes():
-            if layer.ring is not None and not layer.ring.can_rewind_to(target):
-                raise RewindRefused(
-                    f"{layer.name}: the ring begins at {layer.ring.base}, a rollback to {target} "
-                    "needs earlier rows: full re-prime required",
-                    plane=layer.name,
-                    asked=target,
-                    possible=layer.ring.shortest_rewind(),
-                )
-        return target
-
-    def _reaches(self, group: PlaneGroup, snap: CacheSnapshot, accept: int) -> bool:
-        if snap.pos < group.anchor[0] or group.slot_at(snap.pos) != snap.slot:
-            return False
-        return all(layer.holds(snap.slot + accept) for layer in group.recur.values())
-
-
-def _on(stream: Stream, group: PlaneGroup) -> Stream:
-    """Return the stream that work on ``group`` goes to."""
-    return stream if stream.device == group.device else group.stream

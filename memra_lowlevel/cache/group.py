@@ -187,6 +187,10 @@ class PlaneGroup(Closing):
         self.check_room(n)
         return any([layer.prepare(stream, n) for layer in self.kv.values() if layer.ring])
 
+    def on(self, stream: Stream) -> Stream:
+        """Return the stream that work on these planes goes to: the given one, on its device."""
+        return stream if stream.device == self.device else self.stream
+
     def advance(self, stream: Stream, n: int, *, scanned: bool = False) -> None:
         """Move every length by ``n``, and every slot: by n, or after a scan by 1."""
         if scanned and self.recur and stream.recording is not None:
