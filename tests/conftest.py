@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,3 +86,21 @@ def stream(device: Any) -> Iterator[Any]:
     opened = device.stream(name="test")
     yield opened
     opened.close()
+
+
+@pytest.fixture(scope="session")
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh folder, but with the host runtime that other tests have built already."""
+    from memra_lowlevel.paths import cache_root
+
+    folder = tmp_path_factory.mktemp("cache")
+    built = cache_root() / "host"
+    built.mkdir(parents=True, exist_ok=True)
+    (folder / "host").symlink_to(built)
+    return folder
+
+
+@pytest.fixture
+def own_cache(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's cache is neither read nor written."""
+    monkeypatch.setenv("MEMRA_CACHE_DIR", str(cache_folder))

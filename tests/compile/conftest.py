@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from memra_lowlevel.compile import KernelCache, compiler
-from memra_lowlevel.paths import cache_root
 
 SAMPLE = """
 #define NULLABLE
@@ -26,24 +25,8 @@ def sample() -> str:
     return SAMPLE
 
 
-@pytest.fixture(scope="session")
-def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fresh folder, but with the host runtime that other tests have built already."""
-    folder = tmp_path_factory.mktemp("cache")
-    built = cache_root() / "host"
-    built.mkdir(parents=True, exist_ok=True)
-    (folder / "host").symlink_to(built)
-    return folder
-
-
 @pytest.fixture(autouse=True)
-def own_cache(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user's cache is neither read nor written."""
-    monkeypatch.setenv("MEMRA_CACHE_DIR", str(cache_folder))
-
-
-@pytest.fixture(autouse=True)
-def fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def fresh_memory(own_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """No image survives from one test to the next inside this process."""
     compiler.clear_memory()
     monkeypatch.setattr(compiler, "_told", set())

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from latent_layers import POOL, RANK, WIDTH, D, Driver, Sequence
+from latent_layers import POOL, RANK, WIDTH, D, Sequence
 from latent_rig import error, f32, same
 
 from memra_lowlevel import errors
@@ -18,20 +18,6 @@ from memra_lowlevel.cache.latent import LatentKvLayer
 from memra_lowlevel.formats import Q8_0
 from memra_lowlevel.graph.counters import verify_counters
 from memra_lowlevel.reference import latent as oracle
-
-
-@pytest.fixture
-def make(stream):
-    made = []
-
-    def build(*args, **options):
-        made.append(Driver(stream, *args, **options))
-        return made[-1]
-
-    yield build
-    for driver in made:
-        driver.close()
-
 
 # -- rows and keys ----------------------------------------------------------------------------
 

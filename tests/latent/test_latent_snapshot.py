@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from latent_layers import POOL, D, Driver, Sequence
+from latent_layers import POOL, D, Sequence
 from latent_rig import same
 
 from memra_lowlevel import errors
@@ -12,19 +12,6 @@ from memra_lowlevel.cache import StreamKvDev
 from memra_lowlevel.formats import BF16, Q8_0
 
 RefusedTake, RefusedRestore = errors.SnapshotRefused, errors.RestoreRefused
-
-
-@pytest.fixture
-def make(stream):
-    made = []
-
-    def build(*args, **options):
-        made.append(Driver(stream, *args, **options))
-        return made[-1]
-
-    yield build
-    for driver in made:
-        driver.close()
 
 
 def equal(a, b, stream):
