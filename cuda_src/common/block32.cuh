@@ -187,6 +187,17 @@ __device__ __forceinline__ float reciprocal_or_zero(float d) {
     return is_finite(inverse) ? inverse : 0.0f;
 }
 
+// x / N for x >= 0, N = 127 or 31, but NaN for infinity: the product with the reciprocal, and its error
+// made good. That is the quotient, rounded once, for every x of which no part underflows (all are tried
+// in a test); the division itself costs a check and a branch more.
+template <int N>
+__device__ __forceinline__ float divided(float x) {
+    constexpr float reciprocal = 1.0f / N;
+    const float close = __fmul_rn(x, reciprocal);
+    if (x > 0.0f && x < 1e-30f) return x / float(N);
+    return fmaf(fmaf(-float(N), close, x), reciprocal, close);
+}
+
 // Joins of what is known of two runs of elements, the left run first. Of equal elements `smaller` and
 // `larger` keep the first; `minimum` and `maximum` leave the sign of a zero open, and `maximum` is NaN
 // if one of them is.
@@ -228,7 +239,9 @@ struct BlockScale {
 // it (Q4_0).
 template <int F>
 __device__ __forceinline__ BlockScale scale_of(float low, float top, bool nan) {
-    const float d = F == Q8_0 ? top / 127.0f : F == Q4_0 ? top / -8.0f : fabsf(top - low) / 31.0f;
+    const float d = F == Q8_0   ? divided<127>(top)
+                    : F == Q4_0 ? top / -8.0f
+                                : divided<31>(fabsf(top - low));
     const bool poison = nan || !is_finite(d);
     const uint32_t head = finite_to_f16x2(d, low);
     return {reciprocal_or_zero(d), low, poison ? (F == Q5_1 ? 0x7E007E00u : 0x7E00u) : head, poison};

@@ -38,15 +38,14 @@ struct Place {
 };
 
 __device__ __forceinline__ Place place_of(const Target& target, int side, int row) {
-    Place place = {uintptr_t(target.plane), 0, 0, 0};
-    if (target.table != nullptr) {
+    Place place = {uintptr_t(target.plane), target.plane != nullptr ? row : 0, 0, 0};
+    if (__builtin_expect(target.table != nullptr, 0)) {
         const RowView view = row_view(nullptr, nullptr, nullptr, nullptr, target.table, row);
         place.plane = uintptr_t(side == 0 ? view.k : view.v);
         place.offset = view.slot - view.base;
-    } else if (target.plane != nullptr) {
-        place.len = load_here(target.len_d);
+    } else {
+        if (target.len_d != nullptr) place.len = load_here(target.len_d);
         if (target.base_d != nullptr) place.base = load_here(target.base_d);
-        place.offset = row;
     }
     return place;
 }
@@ -174,10 +173,10 @@ __global__ void __launch_bounds__(APPEND_THREADS, APPEND_RESIDENT)
 
 template <int F>
 __device__ __forceinline__ void append_eighth(const float* __restrict__ rows, const Target& target,
-                                              int side, int row, int n_blocks, int widest, int block,
-                                              int e, int32_t* fault) {
+                                              int side, int row, uint32_t n_blocks, int widest,
+                                              uint32_t block, uint32_t e, int32_t* fault) {
     const bool is_live = block < n_blocks;  // else it packs the last block, for nobody
-    const float* x = rows + (size_t(row) * n_blocks + min(block, n_blocks - 1)) * BLOCK_ELEMENTS;
+    const float* x = rows + size_t(row * n_blocks + min(block, n_blocks - 1)) * BLOCK_ELEMENTS;
     const float4 own = reinterpret_cast<const float4*>(x)[e];
     const Place place = place_of(target, side, row);
     PackedEighth<F> packed;
@@ -194,22 +193,22 @@ __device__ __forceinline__ void append_eighth(const float* __restrict__ rows, co
 }
 
 // The same for few rows, eight threads a block. Grid (ceil(blocks of a row of the wider side * 8 / threads),
-// n_rows, 2), whole warps, at most 128 threads; z chooses the side. Parameters are those of append_kv.
+// n_rows, 2), whole warps, at most 256 threads; z chooses the side. Parameters are those of append_kv.
 template <int KF, int VF>
-__global__ void __launch_bounds__(APPEND_THREADS)
+__global__ void __launch_bounds__(2 * APPEND_THREADS)
     append_few(const float* __restrict__ k, const float* __restrict__ v, uint8_t* NULLABLE k_plane,
                uint8_t* NULLABLE v_plane, int32_t kv_dim_k, int32_t kv_dim_v, int32_t capacity,
                const int32_t* NULLABLE len_d, const int32_t* NULLABLE base_d,
                const uint64_t* NULLABLE table, int32_t* NULLABLE fault) {
     admit_successor();
     const int side = blockIdx.z, row = blockIdx.y;
-    const int thread = blockIdx.x * blockDim.x + threadIdx.x;
-    const int block = thread / BLOCK_EIGHTHS, e = thread % BLOCK_EIGHTHS;
-    const int n_blocks = (side == 0 ? kv_dim_k : kv_dim_v) / BLOCK_ELEMENTS;
+    const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x;
+    const uint32_t block = thread / BLOCK_EIGHTHS, e = thread % BLOCK_EIGHTHS;
+    const uint32_t n_blocks = uint32_t(side == 0 ? kv_dim_k : kv_dim_v) / BLOCK_ELEMENTS;
     const int widest = (kv_dim_k > kv_dim_v ? kv_dim_k : kv_dim_v) / BLOCK_ELEMENTS;
     const Target target = {side == 0 ? k_plane : v_plane, len_d, base_d, table, capacity};
     // While a thread waits, its elements come nearer.
-    const size_t at = size_t(row) * n_blocks + min(block, n_blocks - 1);
+    const size_t at = row * n_blocks + min(block, n_blocks - 1);
     prefetch_line((side == 0 ? k : v) + at * BLOCK_ELEMENTS);
     await_predecessor();
     if (side == 0) append_eighth<KF>(k, target, side, row, n_blocks, widest, block, e, fault);

@@ -24,9 +24,9 @@ N_NODES = 60
 
 _BATCH = 50
 # Many short turns: a host is disturbed for milliseconds now and then, and its clock wanders.
-_LAUNCHES, _REPLAYS, _WAITS = (_BATCH, 61), (20, 101), (10, 61)  # calls of a turn, samples
+_LAUNCHES, _REPLAYS, _WAITS = (_BATCH, 31), (20, 31), (10, 31)  # calls of a turn, samples
 _SMALL = (2, 3)
-_BEST_OF = 5
+_BEST_OF = 20  # turns of a sample
 _WARM_S = 0.3
 _C_LAUNCH, _C_REPLAY = "launch, C", "replay, C"
 

@@ -28,7 +28,7 @@ _THREADS = 128
 _WARP = 32
 _MAX_GRID_Y = 65535
 _RUN = 16  # blocks of a row that a warp takes
-_FEW_ROWS = 16  # up to which a row's eight threads a block end sooner than its two
+_FEW_ROWS = 512  # up to which eight threads a block end sooner than two
 _EIGHTHS = 8
 
 registry.register(
@@ -234,7 +234,8 @@ def _plan(n: int, width: int, early: bool) -> tuple[LaunchConfig, int]:
     For many rows it is as few as a grid can have blocks for.
     """
     if n <= _FEW_ROWS:
-        threads = min(_THREADS, -(-width // BLOCK * _EIGHTHS // _WARP) * _WARP)
+        most = _THREADS if n <= 128 else 2 * _THREADS
+        threads = min(most, -(-width // BLOCK * _EIGHTHS // _WARP) * _WARP)
         grid = (-(-width // BLOCK * _EIGHTHS // threads), n, 2)
         return LaunchConfig(grid, (threads, 1, 1), programmatic=early), 0
     runs = -(-width // (BLOCK * _RUN))

@@ -191,7 +191,8 @@ def test_the_whole_path_with_floors_and_goals(monkeypatch):
     monkeypatch.setattr(ceilings, "ROTATION_BYTES", 2 << 20)
     monkeypatch.setattr(attend, "CASES", attend._SMALL)
     monkeypatch.setattr(attend, "ROWS", attend._SMALL_ROWS)
-    monkeypatch.setattr(launch, "_REPLAYS", (2, 61))
+    monkeypatch.setattr(launch, "_REPLAYS", (2, 31))
+    monkeypatch.setattr(launch, "_BEST_OF", 2)
     monkeypatch.setattr(launch, "_WAITS", (2, 5))
     monkeypatch.setattr(launch, "_WARM_S", 0.0)
     with Device("host") as device, device.stream(name="bench") as stream:
@@ -213,7 +214,7 @@ def test_the_whole_path_with_floors_and_goals(monkeypatch):
     if "launch, C" in named:
         for what, factor, more in (("launch", 1.05, 0.0), ("replay", 1.0, 0.1)):
             ours, c = named["launch, prepared" if factor > 1 else what], named[f"{what}, C"]
-            assert ours.in_turn and ours.baseline == c.what and len(ours.samples) > 60
+            assert ours.in_turn and ours.baseline == c.what and len(ours.samples) > 30
             longer = np.median(np.subtract(ours.samples, c.samples))
             wanted = factor * (ours.median - longer) + more
             assert ours.goal == pytest.approx(wanted, abs=1e-3)
