@@ -51,7 +51,8 @@ def _of_host(context: Context) -> tuple[list[str], list[Exception]] | None:
     names, errors = unseen(context.ordinal)
     for error in errors[:1]:
         context.describe(error)
-    return names, errors
+    keeper = f"stream {f'{context} housekeeping'!r}"
+    return ["closed streams" if name == keeper else name for name in names], errors
 
 
 def _unwaited(context: Context) -> list[str]:

@@ -129,7 +129,9 @@ class Life(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.w = _worlds.setdefault(self.spec, World(self.spec))
+        if self.spec not in _worlds:
+            _worlds[self.spec] = World(self.spec)
+        self.w = _worlds[self.spec]
         self.caches = (self.w.cache, self.w.flat)
         for cache in self.caches:
             cache.reset(self.w.stream)
@@ -346,7 +348,10 @@ def live(device, scale):
         suppress_health_check=list(HealthCheck),
         database=None,
     )
-    case("runTest").runTest()
+    try:
+        case("runTest").runTest()
+    finally:
+        _worlds.pop(Life.spec).device.close()
     print(COUNTS)
 
 

@@ -245,7 +245,7 @@ class HostState(DriverBase):
             for s in list(self._streams.values())
             if s.ctx.device == device and s.tail is not None and not s.tail.done
         ]
-        return names or ["a closed stream"], errors
+        return names or ["closed streams"], errors
 
     def _finish(self, op: Op | None) -> None:
         if op is not None and not op.done:
