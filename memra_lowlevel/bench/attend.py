@@ -113,8 +113,13 @@ CASES = (
 )
 """What ``bench attend`` measures."""
 
-ROWS = tuple(
-    Case(32, 8, 128, ctx, n_rows) for ctx in (32 * K, 128 * K) for n_rows in (1, 2, 4, 8, 16)
+ROWS = (
+    *(Case(32, 8, 128, ctx, n_rows) for ctx in (32 * K, 128 * K) for n_rows in (1, 2, 4, 8, 16)),
+    *(
+        Case(32, 8, 128, ctx, n_rows, k_format=F16, v_format=F16)
+        for ctx in (32 * K, 128 * K)
+        for n_rows in (1, 8)
+    ),
 )
 """What ``bench rows`` measures."""
 
@@ -126,6 +131,7 @@ _SMALL = (
 )
 _SMALL_ROWS = (Case(4, 2, 64, 256), Case(4, 2, 64, 256, n_rows=4))
 _ROW_FACTORS = {1: 1.0, 2: 1.1, 4: 1.1, 8: 1.1, 16: 1.25}
+_F16_FACTOR = 1.3
 
 
 def measure_attend(run: Run) -> None:
@@ -144,17 +150,19 @@ def measure_attend(run: Run) -> None:
 
 def measure_rows(run: Run) -> None:
     """Time 1 to 16 rows; more rows are compared with one."""
-    single: dict[int, Row] = {}
+    single: dict[tuple[int, Format], Row] = {}
     for case in _SMALL_ROWS if run.small else ROWS:
         row = measure_case(run, case)
         if case.n_rows == 1:
-            single[case.ctx] = row
+            single[case.ctx, case.k_format] = row
         else:
-            one = single[case.ctx]
+            one = single[case.ctx, case.k_format]
             row.extra["over_one_row"] = round(row.median / one.median, 3)
             if not run.small:
-                row.goal = round(_ROW_FACTORS[case.n_rows] * one.median, 2)
-        if run.peers and run.device.kind == "cuda" and case.n_rows in (1, 4, 8):
+                factor = _F16_FACTOR if case.k_format is F16 else _ROW_FACTORS[case.n_rows]
+                row.goal = round(factor * one.median, 2)
+        peers_see_it_too = case.n_rows in (1, 4, 8) and case.k_format is Q8_0
+        if run.peers and run.device.kind == "cuda" and peers_see_it_too:
             from .peers import attend_rows
 
             attend_rows(run, case)
