@@ -1,16 +1,17 @@
 // One step of attention on integer tensor cores: 32 keys, K q8_0 and V q5_1, in class `exact`.
 //
-// A team of D / 64 warps serves Q queries of one kv head. In a step each warp scores its share of the
-// keys; the team exchanges the scores; then each warp adds the step to its 64 channels of V:
+// A team of D / 64 warps serves Q queries of one kv head. In a step each warp scores a half of the keys
+// (with D = 64 both, with D = 256 for a half of the queries) and weighs them; the team exchanges the
+// weights; then each warp adds the step to its 64 channels of V:
 //
-//   Q K^T  products of three 8-bit digits of q (fixed point, one scale a row) and the codes of K, exact
+//   K Q^T  products of the codes of K and three 8-bit digits of q (fixed point, one scale a row), exact
 //          in int32; times the block's scale in f32;
-//   P V    products of three 8-bit digits of p * scale (fixed point of 23 bits) and the codes of V, exact
+//   P V    products of the codes of V and three digits of p * scale (fixed point of 23 bits), exact
 //          in int32 over a whole chunk; the sum of p * minimum beside them in f32.
 //
 // p * scale is held against a power of two, the query's reference. A masked key weighs exactly 0, no
 // lane's sum depends on another query, and Q changes no bit: with Q = 4 the digits of a query lie in
-// neighbouring lanes, with Q = 8 in one.
+// neighbouring columns of the tensor cores, with Q = 8 in one column each.
 #pragma once
 #include "common/device.cuh"
 #include "common/fragments.cuh"
@@ -19,43 +20,81 @@
 
 constexpr int K_BLOCK_BYTES = 34, V_BLOCK_BYTES = 24;
 constexpr int STEP = 32;             // keys
-constexpr int TILES = STEP / 8;      // of 8 keys, a column of the tensor cores each
+constexpr int HALF = STEP / 2;       // keys that are scored together, the rows of the tensor cores
 constexpr int CHANNELS = 64;         // of V, a warp's share
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr int WEIGHT_BITS = 23;      // p * scale < 2^23 in units of the fixed point
+constexpr int SPARE_BITS = 2;        // that a new reference leaves, so that it lasts
 constexpr int QUERY_BITS = 22;       // |q| < 2^22
 // Floats whose low bits count whole numbers: from -2^22, and from 0 on.
 constexpr int32_t SIGNED_BITS = 0x4B400000;
 constexpr float SIGNED = 12582912.0f, UNSIGNED = 8388608.0f;
+
+// Blocks of a query of 256 channels that registers hold.
+#if MEMRA_CUDA && __CUDA_ARCH__ >= 1000
+constexpr int MOST_HELD = 1;
+#else
+constexpr int MOST_HELD = 3;
+#endif
 
 template <int D>
 __host__ __device__ constexpr int team_size() {
     return D / CHANNELS;
 }
 
-// What the warps of a team tell one another of a step: scores of the keys 8 * tile + 2t + i of a query,
-// cell 4 * query + t, and the largest sum of a score and its key's exponent among each warp's keys.
+// What a warp of a team scores: halves of the keys, and queries (columns of them in a lane).
+template <int D, int Q>
+struct Share {
+    static constexpr int TEAM = team_size<D>();
+    static constexpr int HALVES = TEAM == 1 ? 2 : 1;
+    static constexpr int QUERIES = TEAM == 4 ? Q / 2 : Q;
+    static constexpr int COLUMNS = QUERIES / 4;
+    static constexpr int ALL = HALVES * 2 * COLUMNS;  // scores of a lane
+    static_assert(QUERIES == 4 || QUERIES == 8, "a warp scores 4 or 8 queries");
+    static __device__ __forceinline__ int half(int member) { return TEAM == 1 ? 0 : member % 2; }
+    static __device__ __forceinline__ int first_query(int member) {
+        return TEAM == 4 ? member / 2 * QUERIES : 0;
+    }
+};
+
+// The query of lane group g, and of an accumulator's column 2t + i, when Q queries lie on 8 columns.
+template <int Q>
+__device__ __forceinline__ int query_of_group(int g) { return Q == 8 ? g : g / 2; }
+template <int Q>
+__device__ __forceinline__ int query_of_column(int t, int i) { return Q == 8 ? 2 * t + i : t; }
+
+// Where the weight of key 16 * half + 8 * r + 2t + i of a query stands, in bytes: at
+// (128 * query + 32 * t + 8 * r + 4 * i + weight_turn(query)) ^ 16 * half, which keeps rows of two
+// neighbouring queries on different banks, and halves of a row together.
+__device__ __forceinline__ int weight_turn(int query) { return (query ^ query >> 1) % 2 * 16; }
+
+// What the warps of a team tell one another of a step: weights; references that a warp raised for its
+// half of the keys, and whether it did; at the end of a chunk the sums of weights of both halves.
 template <int D, int Q>
 struct alignas(16) Exchange {
-    float2 scores[4 * Q][TILES];
-    float highest[team_size<D>()][4 * Q];
+    float weights[Q][STEP];
+    float references[2][Q];
+    float totals[2][Q];
+    int32_t raised[4];
 };
 
 // Where the lanes read and write in a step, in bytes. In shared memory, the same for all warps: to
 // compute it anew in each step would cost a twentieth of the instructions, and registers are scarce.
 struct LaneOffsets {
-    int4 fill[WARP_LANES];  // in K and V of the key to score, in V of the lane's key; in `fifth`
-    int4 read[WARP_LANES];  // in K of a tile, in V for load_across; its cell; in `values` and `fifth`
+    int4 fill[WARP_LANES];  // in V of the key whose scales it compares, of its key; in `fifth`, `values`
+    int4 read[WARP_LANES];  // in K; in V for load_across; in weights: the lane's own, of its query
 
     template <int D, int Q, int PITCH_K, int PITCH_V>
     __device__ __forceinline__ void set(int lane) {
-        constexpr int OWN = STEP / team_size<D>();
-        const int key = lane % OWN, part = lane / OWN, g = lane / 4, t = lane % 4;
-        fill[lane] = make_int4(key * PITCH_K + part * (2 * K_BLOCK_BYTES),
-                               key * PITCH_V + part * (2 * V_BLOCK_BYTES), lane * PITCH_V,
-                               lane / 16 * 64 + lane % 8 / 2 * 16 + lane / 8 % 2 * 2 + lane % 2);
-        read[lane] = make_int4(g * PITCH_K + 8 * t, across_offset(lane, PITCH_V, 8 * PITCH_V, 16),
-                               (Q == 8 ? g : g / 2) * 4 + t, 16 * t + (g < 4 ? 8 : 0));
+        const int g = lane / 4, t = lane % 4;
+        const int first = query_of_column<Share<D, Q>::QUERIES>(t, 0), query = query_of_group<Q>(g);
+        fill[lane] = make_int4(lane % HALF * PITCH_V + lane / HALF * (D / 64 * V_BLOCK_BYTES),
+                               lane * PITCH_V,
+                               lane / 16 * 64 + lane % 8 / 2 * 16 + lane / 8 % 2 * 2 + lane % 2,
+                               lane % 8 / 2 * 32 + lane / 8 * 8 + lane % 2 * 4);
+        read[lane] = make_int4(g * PITCH_K, across_offset(lane, PITCH_V, 8 * PITCH_V, 16),
+                               128 * first + 32 * (g / 2) + 4 * (g % 2) + weight_turn(first),
+                               128 * query + 32 * t + weight_turn(query));
     }
 };
 
@@ -68,57 +107,64 @@ __device__ __forceinline__ const T* displaced(const T* base, int bytes) {
     return reinterpret_cast<const T*>(reinterpret_cast<const uint8_t*>(base) + bytes);
 }
 
-// What a warp keeps of a step in shared memory: block scales of the keys that it scores (tile-major
-// within a block), the exponents of their largest scale of V; scales and minima of its 64 channels,
-// and the fifth bits of their codes, as [block][half of the keys][t][pair of bytes]: byte e of the
-// first word belongs to key 16 * half + 8 * (e / 2) + 2 * t + e % 2.
-template <int D>
+// What a warp keeps in shared memory. Of a step: the exponents of the largest scale of V of the keys that it
+// scores; scales and minima of its 64 channels, of the keys 16 * half + 8 * r + 2t + i at 8t + 4 * half +
+// 2r + i; the fifth bits of their codes, as [block][half of the keys][t][pair of bytes]: byte e of the
+// first word belongs to key 16 * half + 8 * (e / 2) + 2 * t + e % 2. Of each query: the factor of its
+// raw scores, its reference, and the keys that it sees.
+template <int D, int Q>
 struct alignas(16) WarpTables {
-    float k_scale[D / 32][STEP / team_size<D>()];
-    float exponent[STEP / team_size<D>()];
-    float2 values[2][STEP];
+    float exponent[Share<D, Q>::HALVES * HALF];
+    float scales[2][STEP];
+    float minima[2][STEP + 4];  // of two blocks on different banks
     uint2 fifth[2][2][4][2];
+    float factor[Q], reference[Q];
+    int2 seen[Q];
 };
 
 // The pitch of K rows puts 4 rows 8 banks apart, that of V rows 8 rows 4 banks apart.
-__host__ __device__ constexpr int k_pitch(int bytes) { return (bytes + 63) / 64 * 64 + 32; }
+__host__ __device__ constexpr int k_pitch(int bytes) { return (bytes + 31) / 64 * 64 + 32; }
 __host__ __device__ constexpr int v_pitch(int bytes) { return (bytes + 31) / 32 * 32 + 16; }
 
-// The query of lane group g, and of an accumulator's column 2t + i.
-template <int Q>
-__device__ __forceinline__ int query_of_group(int g) { return Q == 8 ? g : g / 2; }
-template <int Q>
-__device__ __forceinline__ int query_of_column(int t, int i) { return Q == 8 ? 2 * t + i : t; }
-
-// Sums of a warp over a chunk, for the query of its lane group: weights, and p * minimum of the two
-// blocks; for the queries of its columns: digits of p * scale times the codes of V, [digit][tile of 16
-// channels][column]. With Q = 4 the columns 2t and 2t + 1 of the first hold digits 0 and 1.
+// Sums of a warp over a chunk: weights of each half of the keys that it scores, of the queries of its
+// columns there; p * minimum, for the query of its lane group, of both blocks, or with Q = 4 of the
+// lane group's one (the neighbouring group has the other); for the queries of the columns: digits of
+// p * scale times the codes of V, [digit][tile of 16 channels][column]. With Q = 4 the columns 2t and
+// 2t + 1 of the first hold digits 0 and 1.
 template <int D, int Q>
 struct WarpState {
+    using Own = Share<D, Q>;
     static constexpr int DIGITS = Q == 8 ? 3 : 2;
-    // Digits of the query: 0 and 1 with Q = 8; 0 and 2, or 1 with Q = 4. Of the last blocks in shared
-    // memory, as is digit 2 with Q = 8; registers do not suffice.
-    static constexpr int HELD = D > 128 ? 3 : D / 32;
+    static constexpr int BLOCKS = Q == 8 ? 2 : 1;
+    // Digits of the query of a column: 0 and 1 of 8 queries; 0 or 1, and 2 or none, of 4. Of the last
+    // blocks in shared memory, as is digit 2 of 8 queries; registers do not suffice.
+    static constexpr int HELD = D > 128 ? MOST_HELD : D / 32;
     uint32_t q[HELD][4];
-    float factor;  // of a raw score
-    float reference, weight;
-    float minima[2];
+    float weight[Own::HALVES][Own::COLUMNS];
+    float minima[BLOCKS];
     int32_t sums[DIGITS][4][4];
-    int32_t start, end;  // the keys that the lane group's query sees
 };
 
-// What a team keeps of its queries in shared memory, for each lane.
+// What a team keeps of its queries in shared memory, for each lane of the warps that score them.
 template <int D, int Q>
 struct QueryTables {
     static constexpr int REST = D / 32 - WarpState<D, Q>::HELD;
-    uint4 rest[REST > 0 ? REST : 1][REST > 0 ? WARP_LANES : 1];
-    uint2 high[Q == 8 ? D / 32 : 1][Q == 8 ? WARP_LANES : 1];
+    static constexpr int GROUPS = Q / Share<D, Q>::QUERIES;
+    static constexpr bool THREE = Share<D, Q>::QUERIES == 8;
+    uint4 rest[REST > 0 ? GROUPS : 1][REST > 0 ? REST : 1][REST > 0 ? WARP_LANES : 1];
+    uint2 high[THREE ? D / 32 : 1][THREE ? WARP_LANES : 1];
 };
 
 template <int D, int Q>
-__device__ __forceinline__ void begin_chunk(WarpState<D, Q>& state) {
-    state.reference = NO_REFERENCE, state.weight = 0.0f;
-    state.minima[0] = state.minima[1] = 0.0f;
+__device__ __forceinline__ void begin_chunk(WarpState<D, Q>& state, WarpTables<D, Q>& tables) {
+    using Own = Share<D, Q>;
+    const int lane = threadIdx.x % WARP_LANES;
+    if (lane < Q) tables.reference[lane] = NO_REFERENCE;
+#pragma unroll
+    for (int c = 0; c < Own::COLUMNS; c++) {
+        for (int h = 0; h < Own::HALVES; h++) state.weight[h][c] = 0.0f;
+    }
+    for (int b = 0; b < WarpState<D, Q>::BLOCKS; b++) state.minima[b] = 0.0f;
 #pragma unroll
     for (int i = 0; i < WarpState<D, Q>::DIGITS * 16; i++) state.sums[i / 16][i / 4 % 4][i % 4] = 0;
 }
@@ -135,11 +181,14 @@ struct RawQuery {
     }
 };
 
-// Takes the digits of the lane group's query. All warps of the team write the same into `tables`.
+// Takes the digits of the query of the lane group's column; they, and the factor, are there after the
+// next barrier. All warps that score the same queries write the same into `tables`.
 template <int D, int Q>
 __device__ __forceinline__ void take_query(WarpState<D, Q>& state, QueryTables<D, Q>& tables,
-                                           const RawQuery<D>& raw, int member, float scale,
-                                           float softcap) {
+                                           WarpTables<D, Q>& own, const RawQuery<D>& raw, int member,
+                                           float scale, float softcap) {
+    using Own = Share<D, Q>;
+    constexpr bool THREE = Own::QUERIES == 8;
     const int lane = threadIdx.x % WARP_LANES;
     float most = 0.0f, bad = 0.0f;
 #pragma unroll
@@ -172,79 +221,81 @@ __device__ __forceinline__ void take_query(WarpState<D, Q>& state, QueryTables<D
             const uint32_t digit0 = __byte_perm(low01, low23, 0x5410);
             const uint32_t digit1 = __byte_perm(low01, low23, 0x7632);
             high[i] = __byte_perm(high01, high23, 0x5410);
-            digits[2 * i] = Q == 4 && odd ? digit1 : digit0;
-            digits[2 * i + 1] = Q == 8 ? digit1 : odd ? 0u : high[i];
+            digits[i] = !THREE && odd ? digit1 : digit0;
+            digits[2 + i] = THREE ? digit1 : odd ? 0u : high[i];
         }
         constexpr int HELD = WarpState<D, Q>::HELD;
         if (b < HELD) {
 #pragma unroll
             for (int i = 0; i < 4; i++) state.q[b < HELD ? b : 0][i] = digits[i];
-        } else if (member == 0) {
-            tables.rest[b - HELD][lane] = make_uint4(digits[0], digits[1], digits[2], digits[3]);
+        } else if (Own::half(member) == 0) {
+            tables.rest[member / 2][b - HELD][lane] =
+                make_uint4(digits[0], digits[1], digits[2], digits[3]);
         }
-        if (Q == 8 && member == 0) tables.high[b][lane] = make_uint2(high[0], high[1]);
+        if (THREE && member == 0) tables.high[b][lane] = make_uint2(high[0], high[1]);
     }
-    const float natural = power_of_two(above - QUERY_BITS) * scale + bad;
-    state.factor = softcap > 0.0f ? natural : natural * LOG2_E;
+    float factor = power_of_two(above - QUERY_BITS) * scale + bad;
+    if (softcap <= 0.0f) factor = factor * LOG2_E;
+    if (lane % 4 == 0 && (THREE || !odd))
+        own.factor[Own::first_query(member) + query_of_group<Own::QUERIES>(lane / 4)] = factor;
 }
 
-// Fills the scales of the keys to score: TEAM lanes a key, which take two blocks. In both fills all
-// loads come first: the compiler would not move them over the stores.
-template <int D, int PITCH_K>
-__device__ __forceinline__ void fill_keys(WarpTables<D>& tables, const uint8_t* k, const int4& offsets,
-                                          int lane, int member) {
-    constexpr int OWN = STEP / team_size<D>();
-    const uint8_t* row = k + member * OWN * PITCH_K + offsets.x;
-    uint16_t scales[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-        scales[i] = *reinterpret_cast<const uint16_t*>(row + i * K_BLOCK_BYTES);
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-        tables.k_scale[2 * (lane / OWN) + i][lane % OWN] = f16_to_f32(scales[i]);
-}
-
-// Fills what belongs to V. Keys outside [from, to) count as zeros. Returns whether one of this warp's
-// minima is not finite, or one of its scales not a finite number from 0 on.
-template <int D, int PITCH_V>
-__device__ __forceinline__ bool fill_values(WarpTables<D>& tables, const uint8_t* v,
-                                            const int4& offsets, int lane, int member, int masked,
-                                            int from, int to) {
-    constexpr int OWN = STEP / team_size<D>();
-    const uint8_t* row = v + member * OWN * PITCH_V + offsets.y;
-    const uint8_t* own = v + member * (2 * V_BLOCK_BYTES) + offsets.z;
-    uint16_t scales[2];
+// What a lane reads of V for the tables: scales of the key that it compares, the heads of its key's two
+// blocks.
+template <int D, int Q>
+struct Heads {
+    using Own = Share<D, Q>;
+    static constexpr int COMPARED = Own::TEAM == 1 ? 2 : D / 64;
+    uint16_t compared[COMPARED];
     uint2 heads[2];
+
+    template <int PITCH_V>
+    __device__ __forceinline__ void load(const uint8_t* v, const int4& offsets, int member) {
+        const uint8_t* const own = v + member * (2 * V_BLOCK_BYTES) + offsets.y;
+        const uint8_t* const row = v + Own::half(member) * HALF * PITCH_V + offsets.x;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        scales[i] = *reinterpret_cast<const uint16_t*>(row + i * V_BLOCK_BYTES);
-        heads[i] = *reinterpret_cast<const uint2*>(own + i * V_BLOCK_BYTES);
-    }
-    if (masked && (lane < from || lane >= to)) heads[0].x = heads[1].x = 0u;
-    uint8_t* const fifth = reinterpret_cast<uint8_t*>(&tables.fifth) + offsets.w;
-    bool wild = false;
-    uint32_t most = 0;
+        for (int i = 0; i < 2; i++) heads[i] = *reinterpret_cast<const uint2*>(own + i * V_BLOCK_BYTES);
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const uint32_t size = scales[i] & 0x7FFFu;
-        most = size < 0x7C00u && size > most ? size : most;
-        const uint32_t scale = heads[i].x & 0xFFFFu, minimum = heads[i].x >> 16;
-        tables.values[i][lane] = make_float2(f16_to_f32(uint16_t(scale)), f16_to_f32(uint16_t(minimum)));
-        wild = wild || scale >= 0x7C00u || (minimum & 0x7C00u) == 0x7C00u;
-        uint8_t* const bits = fifth + i * int(sizeof(tables.fifth[0]));
-        bits[0] = uint8_t(heads[i].y), bits[8] = uint8_t(heads[i].y >> 8);
-        bits[4] = uint8_t(heads[i].y >> 16), bits[12] = uint8_t(heads[i].y >> 24);
+        for (int i = 0; i < COMPARED; i++)
+            compared[i] = Own::TEAM == 1
+                              ? uint16_t(heads[i % 2].x)
+                              : *reinterpret_cast<const uint16_t*>(row + i * V_BLOCK_BYTES);
     }
+
+    // Fills the tables; a key that does not count is one of zeros. Returns whether one of this lane's minima
+    // is not finite, or one of its scales not a finite number from 0 on.
+    __device__ __forceinline__ bool fill(WarpTables<D, Q>& tables, const int4& offsets, int lane,
+                                         bool counts) {
+        if (!counts) heads[0].x = heads[1].x = 0u;
+        uint8_t* const fifth = reinterpret_cast<uint8_t*>(&tables.fifth) + offsets.z;
+        bool wild = false;
+        uint32_t most = 0;
 #pragma unroll
-    for (int apart = OWN; apart < WARP_LANES; apart *= 2) {
-        const uint32_t other = __shfl_xor_sync(FULL_MASK, most, apart);
-        most = other > most ? other : most;
+        for (int i = 0; i < COMPARED; i++) {
+            const uint32_t size = compared[i] & 0x7FFFu;
+            most = size < 0x7C00u && size > most ? size : most;
+        }
+        if constexpr (Own::TEAM > 1) {
+            const uint32_t other = __shfl_xor_sync(FULL_MASK, most, HALF);
+            most = other > most ? other : most;
+        }
+        // |scale| < 2^exponent; no scale but 0 is below 2^-24.
+        const int exponent = int(__float_as_uint(f16_to_f32(uint16_t(most))) >> 23) - 126;
+        if (Own::TEAM == 1 || lane < HALF)
+            tables.exponent[lane] = float(exponent < -24 ? -24 : exponent);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const uint32_t scale = heads[i].x & 0xFFFFu, minimum = heads[i].x >> 16;
+            *displaced(tables.scales[i], offsets.w) = f16_to_f32(uint16_t(scale));
+            *displaced(tables.minima[i], offsets.w) = f16_to_f32(uint16_t(minimum));
+            wild = wild || scale >= 0x7C00u || (minimum & 0x7C00u) == 0x7C00u;
+            uint8_t* const bits = fifth + i * int(sizeof(tables.fifth[0]));
+            bits[0] = uint8_t(heads[i].y), bits[8] = uint8_t(heads[i].y >> 8);
+            bits[4] = uint8_t(heads[i].y >> 16), bits[12] = uint8_t(heads[i].y >> 24);
+        }
+        return wild;
     }
-    // |scale| < 2^exponent; no scale but 0 is below 2^-24.
-    const int exponent = int(__float_as_uint(f16_to_f32(uint16_t(most))) >> 23) - 126;
-    if (lane < OWN) tables.exponent[lane] = float(exponent < -24 ? -24 : exponent);
-    return wild;
-}
+};
 
 // 8 codes of a key from channel 8t of block B on; `own` is 8t bytes behind the head.
 template <int D, int B>
@@ -274,68 +325,78 @@ __device__ __forceinline__ void load_codes(const uint8_t* own, uint32_t* codes) 
     }
 }
 
-// The sums start at SIGNED_BITS, which makes them floats at the price of a subtraction; with Q = 8 at 0,
-// for want of four registers, and are converted.
-template <int Q>
-__device__ __forceinline__ float whole(int32_t counted) {
-    return Q == 8 ? __int2float_rn(counted) : __int_as_float(counted) - SIGNED;
-}
-
-// Adds the blocks from B on to the raw scores of the keys 2t + i of a tile: `even` the digits 0 and 2,
-// `odd` the digit 1 (with Q = 4: `even` those of this lane group).
+// Adds the blocks from B on to the raw scores of the keys g + 8r of a half: `even` the digits 0 and 2,
+// `odd` the digit 1, [r][column]. The products start at SIGNED_BITS, which makes them floats at the
+// price of a subtraction.
 template <int D, int Q, int B>
 __device__ __forceinline__ void score_blocks(const WarpState<D, Q>& state,
-                                             const QueryTables<D, Q>& tables, int lane,
-                                             const float* scales, const uint8_t* codes,
-                                             float (&even)[2], float (&odd)[2]) {
-    constexpr int32_t ZERO = Q == 8 ? 0 : SIGNED_BITS, NOTHING[4] = {ZERO, ZERO, ZERO, ZERO};
-    uint32_t k[2];
-    load_codes<D, B>(codes, k);
-    const float2 d = *reinterpret_cast<const float2*>(scales + B * (STEP / team_size<D>()));
-    int32_t low[4];
-    constexpr int HELD = WarpState<D, Q>::HELD;
-    if constexpr (B < HELD) {
-        mma_m16n8k32_s8(low, state.q[B], k, NOTHING);
-    } else {
-        const uint4 rest = tables.rest[B - HELD][lane];
-        const uint32_t digits[4] = {rest.x, rest.y, rest.z, rest.w};
-        mma_m16n8k32_s8(low, digits, k, NOTHING);
+                                             const QueryTables<D, Q>& tables, int lane, int member,
+                                             const uint8_t* row, int apart,
+                                             float (&even)[2][Share<D, Q>::COLUMNS],
+                                             float (&odd)[2][Share<D, Q>::COLUMNS]) {
+    constexpr int COLUMNS = Share<D, Q>::COLUMNS, HELD = WarpState<D, Q>::HELD;
+    constexpr int32_t NOTHING[4] = {SIGNED_BITS, SIGNED_BITS, SIGNED_BITS, SIGNED_BITS};
+    uint32_t codes[2][2];
+    float d[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const uint8_t* const at = row + r * apart;
+        load_codes<D, B>(at + 8 * (lane % 4), codes[r]);
+        d[r] = f16_to_f32(*reinterpret_cast<const uint16_t*>(at + B * K_BLOCK_BYTES));
     }
-    if constexpr (Q == 8) {
-        const uint2 third = tables.high[B][lane];
-        const uint32_t digit2[4] = {third.x, 0u, third.y, 0u};
-        int32_t high[4];
-        mma_m16n8k32_s8(high, digit2, k, NOTHING);
-        even[0] = fmaf(fmaf(whole<Q>(high[0]), 65536.0f, whole<Q>(low[0])), d.x, even[0]);
-        even[1] = fmaf(fmaf(whole<Q>(high[1]), 65536.0f, whole<Q>(low[1])), d.y, even[1]);
-        odd[0] = fmaf(whole<Q>(low[2]), d.x, odd[0]);
-        odd[1] = fmaf(whole<Q>(low[3]), d.y, odd[1]);
-    } else {
-        even[0] = fmaf(fmaf(whole<Q>(low[2]), 65536.0f, whole<Q>(low[0])), d.x, even[0]);
-        even[1] = fmaf(fmaf(whole<Q>(low[3]), 65536.0f, whole<Q>(low[1])), d.y, even[1]);
+    const uint32_t k[4] = {codes[0][0], codes[1][0], codes[0][1], codes[1][1]};
+    uint4 q;
+    if constexpr (B < HELD) q = make_uint4(state.q[B][0], state.q[B][1], state.q[B][2], state.q[B][3]);
+    else q = tables.rest[member / 2][B - HELD][lane];
+    const uint32_t first[2] = {q.x, q.y}, second[2] = {q.z, q.w};
+    int32_t sums[3][4];
+    mma_m16n8k32_s8(sums[0], k, first, NOTHING);
+    mma_m16n8k32_s8(sums[1], k, second, NOTHING);
+    if constexpr (COLUMNS == 2) {
+        const uint2 high = tables.high[B][lane];
+        const uint32_t third[2] = {high.x, high.y};
+        mma_m16n8k32_s8(sums[2], k, third, NOTHING);
     }
-    if constexpr (B + 1 < D / 32) 
-        score_blocks<D, Q, B + 1>(state, tables, lane, scales, codes, even, odd);
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) {
+            const int at = 2 * r + c;
+            const int32_t raw[3] = {sums[0][at], COLUMNS == 2 ? sums[1][at] : sums[0][at + 1],
+                                    COLUMNS == 2 ? sums[2][at] : sums[1][at]};
+            float digit[3];
+            for (int i = 0; i < 3; i++) digit[i] = __int_as_float(raw[i]) - SIGNED;
+            even[r][c] = fmaf(fmaf(digit[2], 65536.0f, digit[0]), d[r], even[r][c]);
+            odd[r][c] = fmaf(digit[1], d[r], odd[r][c]);
+        }
+    if constexpr (B + 1 < D / 32)
+        score_blocks<D, Q, B + 1>(state, tables, lane, member, row, apart, even, odd);
 }
 
-// Scores of the keys 2t + i of one of the warp's tiles, in powers of 2.
+// Scores of the keys g + 8r of a half, in powers of 2. row: of key g.
 template <int D, int Q>
-__device__ __forceinline__ void score_tile(const WarpState<D, Q>& state,
-                                           const QueryTables<D, Q>& tables, int lane,
-                                           const float* scales, const uint8_t* codes, float softcap,
-                                           float (&scores)[2]) {
-    float even[2] = {0.0f, 0.0f}, odd[2] = {0.0f, 0.0f};
-    score_blocks<D, Q, 0>(state, tables, lane, scales, codes, even, odd);
-    const bool second = lane / 4 % 2;
+__device__ __forceinline__ void score_half(const WarpState<D, Q>& state,
+                                           const QueryTables<D, Q>& tables,
+                                           const WarpTables<D, Q>& own, int lane, int member,
+                                           const uint8_t* row, int apart, float softcap,
+                                           float (&scores)[2][Share<D, Q>::COLUMNS]) {
+    using Own = Share<D, Q>;
+    constexpr int COLUMNS = Own::COLUMNS;
+    float even[2][COLUMNS], odd[2][COLUMNS];
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        if constexpr (Q == 4) {
-            const float own = even[i], other = __shfl_xor_sync(FULL_MASK, own, 4);
-            even[i] = second ? other : own, odd[i] = second ? own : other;
+    for (int i = 0; i < 2 * COLUMNS; i++)
+        even[i / COLUMNS][i % COLUMNS] = odd[i / COLUMNS][i % COLUMNS] = 0.0f;
+    score_blocks<D, Q, 0>(state, tables, lane, member, row, apart, even, odd);
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) {
+            float& score = scores[r][c];
+            const int query =
+                Own::first_query(member) + query_of_column<Own::QUERIES>(lane % 4, c);
+            score = fmaf(odd[r][c], 256.0f, even[r][c]) * own.factor[query];
+            if (softcap > 0.0f) score = softcap * tanhf(score / softcap) * LOG2_E;
         }
-        scores[i] = fmaf(odd[i], 256.0f, even[i]) * state.factor;
-        if (softcap > 0.0f) scores[i] = softcap * tanhf(scores[i] / softcap) * LOG2_E;
-    }
 }
 
 // The value of the three digits of a sum, and the digits of 2^-shift
@@ -351,20 +412,60 @@ __device__ __forceinline__ void shrink_digits(int32_t& digit0, int32_t& digit1, 
     digit0 = int32_t(value & 0xFFFF), digit1 = 0, digit2 = int32_t(value >> 16);
 }
 
-// Raises the reference of the lane group's query to `highest`, if that is above it.
+// The reference of a query whose largest p * scale among some keys is below 2^highest.
+__device__ __forceinline__ float raised(float reference, float highest) {
+    return highest - WEIGHT_BITS > reference ? ceilf(highest) - (WEIGHT_BITS - SPARE_BITS) : reference;
+}
+
+// Takes over the references that warps of the team raised: holds the sums against them, this step's
+// weights of the lane group's query [tile of 8 keys][i], and those of its own keys [half][r][column].
 template <int D, int Q>
-__device__ __forceinline__ void raise(WarpState<D, Q>& state, float highest) {
-    const int t = threadIdx.x % 4;
-    highest = fmaxf(highest, __shfl_xor_sync(FULL_MASK, highest, 1));
-    highest = fmaxf(highest, __shfl_xor_sync(FULL_MASK, highest, 2));
-    const float old = state.reference;
-    if (highest - WEIGHT_BITS > old) state.reference = ceilf(highest) - WEIGHT_BITS;
-    const int shift = int(fminf(state.reference - old, 1000.0f));
+__device__ __forceinline__ void follow(WarpState<D, Q>& state, WarpTables<D, Q>& tables,
+                                       const Exchange<D, Q>& exchange, int lane, int member,
+                                       float (&p)[4][2],
+                                       float (&own)[Share<D, Q>::HALVES][2][Share<D, Q>::COLUMNS]) {
+    using Own = Share<D, Q>;
+    lane = kept(lane);
+    const int t = lane % 4, query = lane % Q;  // the lane's, till it tells the others
+    const float old = tables.reference[query];
+    float half[2] = {old, old};
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        if (Own::TEAM == 1 || exchange.raised[h + query / Own::QUERIES * 2])
+            half[h] = exchange.references[Own::TEAM == 1 ? 0 : h][query];
+    }
+    const float reference = fmaxf(half[0], half[1]);
+    // Sums against no reference are zeros, and stay so.
+    const int shift = old == NO_REFERENCE ? 0 : int(fminf(reference - old, 1000.0f));
+    __syncwarp();
+    if (lane < Q) tables.reference[query] = reference;
+    const float times[2] = {exp2_whole(half[0] - reference), exp2_whole(half[1] - reference)};
     const float shrink = power_of_two(-shift);
-    state.weight = state.weight * shrink;
-    state.minima[0] = state.minima[0] * shrink, state.minima[1] = state.minima[1] * shrink;
-    const int shift0 = __shfl_sync(FULL_MASK, shift, 8 * t);
-    const int shift1 = __shfl_sync(FULL_MASK, shift, 8 * t + 4);
+#pragma unroll
+    for (int c = 0; c < Own::COLUMNS; c++) {
+        const int from = Own::first_query(member) + query_of_column<Own::QUERIES>(t, c);
+        const float by = __shfl_sync(FULL_MASK, shrink, from);
+#pragma unroll
+        for (int h = 0; h < Own::HALVES; h++) {
+            const int at = Own::TEAM == 1 ? h : Own::half(member);
+            const float now = __shfl_sync(FULL_MASK, at ? times[1] : times[0], from);
+            state.weight[h][c] = state.weight[h][c] * by;
+            own[h][0][c] = own[h][0][c] * now, own[h][1][c] = own[h][1][c] * now;
+        }
+    }
+    const int from = query_of_group<Q>(lane / 4);
+    const float by = __shfl_sync(FULL_MASK, shrink, from);
+#pragma unroll
+    for (int b = 0; b < WarpState<D, Q>::BLOCKS; b++) state.minima[b] = state.minima[b] * by;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const float now = __shfl_sync(FULL_MASK, times[h], from);
+#pragma unroll
+        for (int i = 0; i < 4; i++) p[2 * h + i / 2][i % 2] = p[2 * h + i / 2][i % 2] * now;
+    }
+    const int shift0 = __shfl_sync(FULL_MASK, shift, query_of_column<Q>(t, 0));
+    const int shift1 = __shfl_sync(FULL_MASK, shift, query_of_column<Q>(t, 1));
+    if (!__any_sync(FULL_MASK, shift)) return;
 #pragma unroll
     for (int m = 0; m < 4; m++)
 #pragma unroll
@@ -401,57 +502,112 @@ __device__ __forceinline__ void split_weights(const float (&counted)[4], bool se
 // 16 bytes, and the codes of the first block straddle two of them.
 __device__ __forceinline__ int half_word(int block, int g) { return block % 2 ? g : g ^ 4; }
 
-// Adds a step to one block of V: 16-bit words of codes [half of the keys][tile of 8], weights of the
-// keys 8 * tile + 2t + i. GUARDED: with scales below 0, and with what is not finite.
+// A scale and a minimum of V that may be of any kind: d * code + m = -d * (31 - code) + (m + 31 d) makes
+// d positive; what is not finite spoils the block for the queries that see it.
+struct Guarded {
+    float d, m;
+    bool negative;
+    __device__ __forceinline__ Guarded(float scale, float minimum, float weight) {
+        const bool finite = fabsf(scale) + fabsf(minimum) < INF_F32;
+        negative = finite && scale < 0.0f;
+        const bool seen = __float_as_uint(weight) != 0x80000000u;
+        m = negative ? fmaf(31.0f, scale, minimum) : minimum;
+        m = finite ? m : seen ? NAN_F32 : 0.0f, d = finite ? fabsf(scale) : 0.0f;
+    }
+};
+
+// Adds p * minimum of a step to the sum of a block of V. GUARDED: with scales below 0, and with what
+// is not finite.
 template <bool GUARDED, int D, int Q>
-__device__ __forceinline__ void add_block(WarpState<D, Q>& state, const WarpTables<D>& tables,
-                                          int block, int own, int lane,
-                                          const uint32_t (&words)[2][2], const float (&p)[TILES][2]) {
-    constexpr int DIGITS = WarpState<D, Q>::DIGITS;
-    const int turn = lane / 4 % 4 * 2 - 4;  // brings the fifth bits of half-word h to the bits 4 and 5
-    uint32_t codes[2][4];  // of channels 2h and 2h + 16, and twice those of 2h + 1 and 2h + 17
-    uint32_t digits[DIGITS][2];
+__device__ __forceinline__ void add_minima(float& sum, const WarpTables<D, Q>& tables, int block, int t,
+                                           const float (&p)[4][2]) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const uint2 fifth = *displaced(&tables.fifth[block][half][0][0], own ^ (block * 8));
-        const uint32_t low = __funnelshift_r(fifth.x, fifth.x, turn);
-        const uint32_t high = __funnelshift_r(fifth.y, fifth.y, turn);
-        const uint32_t first = __byte_perm(words[half][0], words[half][1], 0x6420);
-        const uint32_t second = __byte_perm(words[half][0], words[half][1], 0x7531);
-        codes[0][2 * half] = (first & 0x0F0F0F0Fu) | (low & 0x10101010u);
-        codes[0][2 * half + 1] = ((first >> 4) & 0x0F0F0F0Fu) | (high & 0x10101010u);
-        codes[1][2 * half] = ((second << 1) & 0x1E1E1E1Eu) | (low & 0x20202020u);
-        codes[1][2 * half + 1] = ((second >> 3) & 0x1E1E1E1Eu) | (high & 0x20202020u);
-        float counted[4];
+        const int at = 8 * t + 4 * half;
+        const float4 minima = *reinterpret_cast<const float4*>(&tables.minima[block][at]);
+        float m[4] = {minima.x, minima.y, minima.z, minima.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float weight = p[2 * half + i / 2][i % 2];
+            if constexpr (GUARDED) m[i] = Guarded(tables.scales[block][at + i], m[i], weight).m;
+            sum = fmaf(weight, m[i], sum);
+        }
+    }
+}
+
+// Codes of a block of V, in two tiles of 16 channels: of the channels 2h and 2h + 16, and twice those of
+// 2h + 1 and 2h + 17, for half-word h = half_word(block, g); their four words are the keys
+// 16 * half + 8 * (e / 2) + 2t + e % 2, [2 * half + (channel from 16 on)].
+struct Codes {
+    uint32_t x[2][4];
+
+    // All but the fifth bits. pair: of the first key, behind the blocks of other warps.
+    template <int PITCH_V>
+    __device__ __forceinline__ void load(const uint8_t* pair, int block, int across, int lane) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const uint8_t* const rows = pair + half * HALF * PITCH_V;
+            uint32_t words[2];  // of tiles of 8 keys
+            if (block == 0) {
+                uint32_t outer[4];  // [2 * piece + tile] of the pieces 0 and 1
+                load_across_x4(outer, rows, across, PITCH_V, 8 * PITCH_V, 16);
+                words[0] = lane < 16 ? outer[2] : outer[0];
+                words[1] = lane < 16 ? outer[3] : outer[1];
+            } else {
+                load_across_x2(words, rows + 32, across, PITCH_V, 8 * PITCH_V);
+            }
+            const uint32_t first = __byte_perm(words[0], words[1], 0x6420);
+            const uint32_t second = __byte_perm(words[0], words[1], 0x7531);
+            x[0][2 * half] = first & 0x0F0F0F0Fu;
+            x[0][2 * half + 1] = (first >> 4) & 0x0F0F0F0Fu;
+            x[1][2 * half] = (second << 1) & 0x1E1E1E1Eu;
+            x[1][2 * half + 1] = (second >> 3) & 0x1E1E1E1Eu;
+        }
+    }
+
+    // The fifth bits, from the table. turn: brings those of half-word h to the bits 4 and 5.
+    template <int D, int Q>
+    __device__ __forceinline__ void complete(const WarpTables<D, Q>& tables, int block, int lane) {
+        const int turn = lane / 4 % 4 * 2 - 4, pair = block ? lane / 16 : lane / 16 ^ 1;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const uint2 fifth = tables.fifth[block][half][lane % 4][pair];
+            const uint32_t low = __funnelshift_r(fifth.x, fifth.x, turn);
+            const uint32_t high = __funnelshift_r(fifth.y, fifth.y, turn);
+            x[0][2 * half] |= low & 0x10101010u, x[0][2 * half + 1] |= high & 0x10101010u;
+            x[1][2 * half] |= low & 0x20202020u, x[1][2 * half + 1] |= high & 0x20202020u;
+        }
+    }
+};
+
+// Adds a step to one block of V: its codes, weights of the keys 8 * tile + 2t + i.
+template <bool GUARDED, int D, int Q>
+__device__ __forceinline__ void add_block(WarpState<D, Q>& state, const WarpTables<D, Q>& tables,
+                                          int block, int lane, const Codes& codes,
+                                          const float (&p)[4][2]) {
+    constexpr int DIGITS = WarpState<D, Q>::DIGITS;
+    uint32_t x[2][4], digits[DIGITS][2];
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i / 4][i % 4] = codes.x[i / 4][i % 4];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int at = 8 * (lane % 4) + 4 * half;
+        const float4 scales = *reinterpret_cast<const float4*>(&tables.scales[block][at]);
+        float d[4] = {scales.x, scales.y, scales.z, scales.w}, counted[4];
         uint32_t below = 0u;  // the bytes of keys whose scale is below 0
 #pragma unroll
-        for (int tile = 0; tile < 2; tile++) {
-            const float* const weight = p[2 * half + tile];
-            const float4 value = *reinterpret_cast<const float4*>(
-                displaced(&tables.values[block][8 * (2 * half + tile)], own & ~8));
-            float d[2] = {value.x, value.z}, m[2] = {value.y, value.w};
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                if constexpr (GUARDED) {
-                    const bool finite = fabsf(d[i]) + fabsf(m[i]) < INF_F32;
-                    const bool negative = finite && d[i] < 0.0f;
-                    // d * code + m = -d * (31 - code) + (m + 31 d)
-                    m[i] = negative ? fmaf(31.0f, d[i], m[i]) : m[i], d[i] = fabsf(d[i]);
-                    below |= negative ? 0xFFu << (16 * tile + 8 * i) : 0u;
-                    // What is not finite spoils the block for the queries that see it.
-                    const bool seen = __float_as_uint(weight[i]) != 0x80000000u;
-                    d[i] = finite ? d[i] : 0.0f, m[i] = finite ? m[i] : seen ? NAN_F32 : 0.0f;
-                }
-                counted[2 * tile + i] = fmaf(weight[i], d[i], UNSIGNED);
-                state.minima[block] = fmaf(weight[i], m[i], state.minima[block]);
+        for (int i = 0; i < 4; i++) {
+            const float weight = p[2 * half + i / 2][i % 2];
+            if constexpr (GUARDED) {
+                const Guarded value(d[i], tables.minima[block][at + i], weight);
+                d[i] = value.d, below |= value.negative ? 0xFFu << (8 * i) : 0u;
             }
+            counted[i] = fmaf(weight, d[i], UNSIGNED);
         }
         if constexpr (GUARDED) {
 #pragma unroll
-            for (int r = 0; r < 2; r++) {
-                codes[0][2 * half + r] ^= below & 0x1F1F1F1Fu;
-                codes[1][2 * half + r] ^= below & 0x3E3E3E3Eu;
-            }
+            for (int r = 2 * half; r < 2 * half + 2; r++)
+                x[0][r] ^= below & 0x1F1F1F1Fu, x[1][r] ^= below & 0x3E3E3E3Eu;
         }
         uint32_t four[DIGITS];
         split_weights<Q>(counted, lane / 4 % 2, four);
@@ -463,8 +619,23 @@ __device__ __forceinline__ void add_block(WarpState<D, Q>& state, const WarpTabl
 #pragma unroll
         for (int m = 0; m < 2; m++) {
             int32_t* sums = state.sums[i][2 * block + m];
-            mma_m16n8k32_s8u8(sums, codes[m], digits[i], sums);
+            mma_m16n8k32_s8u8(sums, x[m], digits[i], sums);
         }
+}
+
+// Adds a step to the warp's two blocks of V.
+template <bool GUARDED, int D, int Q>
+__device__ __forceinline__ void add_values(WarpState<D, Q>& state, const WarpTables<D, Q>& tables,
+                                           int lane, const Codes (&codes)[2], const float (&p)[4][2]) {
+    const int t = lane % 4;
+    if constexpr (Q == 8) {
+        add_minima<GUARDED>(state.minima[0], tables, 0, t, p);
+        add_minima<GUARDED>(state.minima[1], tables, 1, t, p);
+    } else {
+        add_minima<GUARDED>(state.minima[0], tables, lane / 4 % 2, t, p);
+    }
+    add_block<GUARDED>(state, tables, 0, lane, codes[0], p);
+    add_block<GUARDED>(state, tables, 1, lane, codes[1], p);
 }
 
 // Waits for the warps of a team. On the host device all warps of a block take the same steps.
@@ -477,92 +648,112 @@ __device__ __forceinline__ void team_barrier(int team) {
 #endif
 }
 
-// Adds the keys [key, key + STEP) to the sums. k, v: the rows of the head; keys: [x, y) that count, [z, w)
-// that all queries see. `exchange`: this step's of the team. wait_k, wait_v: until the keys are there; wait_k
-// for the lanes of the warp, too, which leave the tables.
-template <int D, int Q, int PITCH_K, int PITCH_V, class WaitK, class WaitV>
+// Adds the keys [key, key + STEP) to the sums. k, v: the rows of the head, which are there; keys: [x, y)
+// that count, [z, w) that all queries see. `exchange`: this step's of the team. What does not depend
+// on weights comes before them, so that few instructions follow the exchange. ask: called when the
+// warps of other teams have had half a step to finish the one before.
+template <int D, int Q, int PITCH_K, int PITCH_V, class Ask>
 __device__ __forceinline__ void step(WarpState<D, Q>& state, const QueryTables<D, Q>& queries,
-                                     WarpTables<D>& tables, Exchange<D, Q>& exchange,
+                                     WarpTables<D, Q>& tables, Exchange<D, Q>& exchange,
                                      const LaneOffsets& offsets, int lane, const uint8_t* k,
                                      const uint8_t* v, int team, int member, int32_t key,
-                                     const int4& keys, float softcap, WaitK wait_k, WaitV wait_v) {
-    constexpr int TEAM = team_size<D>(), OWN = TILES / TEAM;
-    const int t = lane % 4;
-    const bool second = lane / 4 % 2;
+                                     const int4& keys, float softcap, Ask ask) {
+    using Own = Share<D, Q>;
+    constexpr int COLUMNS = Own::COLUMNS, HALVES = Own::HALVES;
+    constexpr int EARLY = D > 128 ? 0 : 2;  // blocks of codes that registers hold meanwhile
+    const int g = lane / 4, t = lane % 4;
     const int masked = (key < keys.x) | (key + STEP > keys.y) | (key < keys.z) | (key + STEP > keys.w);
-    const int4 fill = offsets.fill[lane], own = offsets.read[lane];
-    const auto hide = [&](float (&x)[2], int tile, float with) {
+    const int half = Own::half(member), first = Own::first_query(member);
+    float own[HALVES][2][COLUMNS];  // scores, then weights, of the keys 16 * half + 8r + g
+    const auto hide = [&](float with) {
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int32_t at = key + 8 * tile + 2 * t + i;
-            if (at < state.start || at >= state.end) x[i] = with;
+        for (int i = 0; i < Own::ALL; i++) {
+            const int h = i / COLUMNS / 2, r = i / COLUMNS % 2, c = i % COLUMNS;
+            const int2 seen = tables.seen[first + query_of_column<Own::QUERIES>(t, c)];
+            const int32_t at = key + (half + h) * HALF + 8 * r + g;
+            if (at < seen.x || at >= seen.y) own[h][r][c] = with;
         }
     };
-    wait_k();
-    fill_keys<D, PITCH_K>(tables, k, fill, lane, member);
-    __syncwarp();
-    float mine[OWN][2];
-#pragma unroll
-    for (int i = 0; i < OWN; i++) {
-        const int tile = member * OWN + i;
-        score_tile<D, Q>(state, queries, lane, &tables.k_scale[0][8 * i + 2 * t],
-                         k + 8 * tile * PITCH_K + own.x, softcap, mine[i]);
-        if (masked) hide(mine[i], tile, -INF_F32);
-        if (Q == 8 || !second) exchange.scores[own.z][tile] = make_float2(mine[i][0], mine[i][1]);
-    }
-    wait_v();
-    const bool wild = fill_values<D, PITCH_V>(tables, v, fill, lane, member, masked, keys.x - key,
-                                              keys.y - key);
-    __syncwarp();
-    float highest = -INF_F32;
-#pragma unroll
-    for (int i = 0; i < OWN; i++) {
-        const float2 exponent = *reinterpret_cast<const float2*>(&tables.exponent[8 * i + 2 * t]);
-        highest = fmaxf(highest, fmaxf(mine[i][0] + exponent.x, mine[i][1] + exponent.y));
-    }
-    if constexpr (TEAM > 1) {
-        if (Q == 8 || !second) exchange.highest[member][own.z] = highest;
-        team_barrier<TEAM>(team);
-#pragma unroll
-        for (int i = 0; i < TEAM; i++) highest = fmaxf(highest, exchange.highest[i][own.z]);
-    }
-    float scores[TILES][2];
-#pragma unroll
-    for (int i = 0; i < TILES; i += 2) {
-        const float4 two = *reinterpret_cast<const float4*>(&exchange.scores[own.z][i]);
-        scores[i][0] = two.x, scores[i][1] = two.y;
-        scores[i + 1][0] = two.z, scores[i + 1][1] = two.w;
-    }
-    if (__any_sync(FULL_MASK, highest - WEIGHT_BITS > state.reference)) raise<D, Q>(state, highest);
-
-    float p[TILES][2];
-#pragma unroll
-    for (int i = 0; i < 2 * TILES; i++)
-        p[i / 2][i % 2] = exp2_fast(scores[i / 2][i % 2] - state.reference);
-    if (masked) {
-#pragma unroll
-        for (int tile = 0; tile < TILES; tile++) hide(p[tile], tile, -0.0f);  // unlike a small weight
-    }
-#pragma unroll
-    for (int i = 0; i < 2 * TILES; i++) state.weight = state.weight + p[i / 2][i % 2];
+    const int4 fill = offsets.fill[lane], read = offsets.read[lane];
     const uint8_t* const pair = v + member * (2 * V_BLOCK_BYTES);
-    const bool guarded = __any_sync(FULL_MASK, wild);
+    Heads<D, Q> heads;
+    if constexpr (D <= 128) heads.template load<PITCH_V>(v, fill, member);
 #pragma unroll
-    for (int block = 0; block < 2; block++) {
-        uint32_t words[2][2];  // [half of the keys][tile]
+    for (int h = 0; h < HALVES; h++)
+        score_half<D, Q>(state, queries, tables, lane, member, k + (half + h) * HALF * PITCH_K + read.x,
+                         8 * PITCH_K, softcap, own[h]);
+    if constexpr (D > 128) heads.template load<PITCH_V>(v, fill, member);
+    bool wild = heads.fill(tables, fill, lane, !masked || (key + lane >= keys.x && key + lane < keys.y));
+    Codes codes[2];
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const uint8_t* const rows = pair + half * 16 * PITCH_V;
-            if (block == 0) {
-                uint32_t outer[4];  // [2 * piece + tile] of the pieces 0 and 1
-                load_across_x4(outer, rows, own.y, PITCH_V, 8 * PITCH_V, 16);
-                words[half][0] = lane < 16 ? outer[2] : outer[0];
-                words[half][1] = lane < 16 ? outer[3] : outer[1];
-            } else {
-                load_across_x2(words[half], rows + 32, own.y, PITCH_V, 8 * PITCH_V);
-            }
-        }
-        if (guarded) add_block<true, D, Q>(state, tables, block, own.w, lane, words, p);
-        else add_block<false, D, Q>(state, tables, block, own.w, lane, words, p);
+    for (int block = 0; block < EARLY; block++)
+        codes[block].template load<PITCH_V>(pair, block, read.y, lane);
+    wild = __any_sync(FULL_MASK, wild);
+    if (masked) hide(-INF_F32);
+    __syncwarp();
+#pragma unroll
+    for (int block = 0; block < EARLY; block++) codes[block].complete(tables, block, lane);
+    float highest[COLUMNS], reference[COLUMNS];
+    bool above = false;
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++) {
+        highest[c] = -INF_F32;
+        reference[c] = tables.reference[first + query_of_column<Own::QUERIES>(t, c)];
     }
+#pragma unroll
+    for (int i = 0; i < Own::ALL; i++) {
+        const int h = i / COLUMNS / 2, r = i / COLUMNS % 2, c = i % COLUMNS;
+        highest[c] = fmaxf(highest[c], own[h][r][c] + tables.exponent[h * HALF + 8 * r + g]);
+    }
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++) above = above || highest[c] - WEIGHT_BITS > reference[c];
+    bool raise = __any_sync(FULL_MASK, above);
+    if (raise) {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) {
+#pragma unroll
+            for (int apart = 4; apart < WARP_LANES; apart *= 2)
+                highest[c] = fmaxf(highest[c], __shfl_xor_sync(FULL_MASK, highest[c], apart));
+            reference[c] = raised(reference[c], highest[c]);
+            if (g == 0)
+                exchange.references[half][first + query_of_column<Own::QUERIES>(t, c)] = reference[c];
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < Own::ALL; i++) {
+        float& x = own[i / COLUMNS / 2][i / COLUMNS % 2][i % COLUMNS];
+        x = exp2_fast(x - reference[i % COLUMNS]);
+    }
+    if (masked) hide(-0.0f);  // unlike a small weight
+#pragma unroll
+    for (int i = 0; i < Own::ALL; i++) {
+        const int h = i / COLUMNS / 2, r = i / COLUMNS % 2, c = i % COLUMNS;
+        const int at = (read.z + 128 * c) ^ (16 * (half + h) ^ 16 * c);
+        *displaced(&exchange.weights[first][0], at + 8 * r) = own[h][r][c];
+    }
+    if (Own::TEAM > 1 && lane == 0) exchange.raised[member] = raise;
+    team_barrier<Own::TEAM>(team);
+#pragma unroll
+    for (int i = 0; i < (Own::TEAM > 1 ? Own::TEAM : 0); i++) raise = raise | (exchange.raised[i] != 0);
+    ask();
+    float p[4][2];  // of the keys 8 * tile + 2t + i of the lane group's query
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const float4 four =
+            *reinterpret_cast<const float4*>(displaced(&exchange.weights[0][0], read.w ^ 16 * h));
+        p[2 * h][0] = four.x, p[2 * h][1] = four.y, p[2 * h + 1][0] = four.z, p[2 * h + 1][1] = four.w;
+    }
+    if (raise) follow<D, Q>(state, tables, exchange, lane, member, p, own);
+#pragma unroll
+    for (int i = 0; i < Own::ALL; i++) {
+        float& weight = state.weight[i / COLUMNS / 2][i % COLUMNS];
+        weight = weight + own[i / COLUMNS / 2][i / COLUMNS % 2][i % COLUMNS];
+    }
+#pragma unroll
+    for (int block = EARLY; block < 2; block++) {
+        codes[block].template load<PITCH_V>(pair, block, read.y, lane);
+        codes[block].complete(tables, block, lane);
+    }
+    if (wild) add_values<true>(state, tables, lane, codes, p);
+    else add_values<false>(state, tables, lane, codes, p);
 }

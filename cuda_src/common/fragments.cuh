@@ -98,7 +98,7 @@ __device__ __forceinline__ void load_across_x2(uint32_t* out, const uint8_t* bas
 // the latency of a special register.
 __device__ __forceinline__ int kept(int x) {
 #if MEMRA_CUDA
-    asm("" : "+r"(x));
+    asm volatile("" : "+r"(x));
 #endif
     return x;
 }

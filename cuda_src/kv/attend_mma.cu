@@ -111,17 +111,33 @@ __device__ __forceinline__ int64_t column_of(const Place& place, const Partials<
     return there ? (int64_t(place.queries.x + row) * n_heads + head) * to.n_slots + slot : -1;
 }
 
-// Leaves the sums of a chunk.
+// Leaves the sums of a chunk. `exchange`: that of the step to come.
 template <int D, int Q>
-__device__ __forceinline__ void end_chunk(const WarpState<D, Q>& state, const Partials<D>& to,
-                                          const Place& place, int member, int group, int n_heads) {
-    const int lane = threadIdx.x % WARP_LANES, g = lane / 4, t = lane % 4;
-    float weight = state.weight;
-    weight = weight + __shfl_xor_sync(FULL_MASK, weight, 1);
-    weight = weight + __shfl_xor_sync(FULL_MASK, weight, 2);
-    const int64_t own = column_of(place, to, query_of_group<Q>(g), group, n_heads);
-    if (member == 0 && t == 0 && (Q == 8 || g % 2 == 0) && own >= 0)
-        *reinterpret_cast<float2*>(to.marks + own * 2) = make_float2(state.reference, weight);
+__device__ __forceinline__ void end_chunk(const WarpState<D, Q>& state, const WarpTables<D, Q>& tables,
+                                          Exchange<D, Q>& exchange, const Partials<D>& to,
+                                          const Place& place, int team, int member, int group,
+                                          int n_heads) {
+    const int lane = kept(threadIdx.x % WARP_LANES), g = lane / 4, t = lane % 4;
+    using Own = Share<D, Q>;
+#pragma unroll
+    for (int h = 0; h < Own::HALVES; h++)
+#pragma unroll
+        for (int c = 0; c < Own::COLUMNS; c++) {
+            float weight = state.weight[h][c];
+#pragma unroll
+            for (int apart = 4; apart < WARP_LANES; apart *= 2)
+                weight = weight + __shfl_xor_sync(FULL_MASK, weight, apart);
+            if (g == 0)
+                exchange.totals[Own::half(member) + h]
+                               [Own::first_query(member) + query_of_column<Own::QUERIES>(t, c)] = weight;
+        }
+    team_barrier<Own::TEAM>(team);
+    if (member == 0 && lane < Q) {
+        const int64_t own = column_of(place, to, lane, group, n_heads);
+        if (own >= 0)
+            *reinterpret_cast<float2*>(to.marks + own * 2) = make_float2(
+                tables.reference[lane], exchange.totals[0][lane] + exchange.totals[1][lane]);
+    }
     constexpr int COLUMNS = Q == 8 ? 2 : 1;
     int64_t column[COLUMNS];
 #pragma unroll
@@ -129,13 +145,13 @@ __device__ __forceinline__ void end_chunk(const WarpState<D, Q>& state, const Pa
         column[i] = column_of(place, to, query_of_column<Q>(t, i), group, n_heads);
 #pragma unroll
     for (int b = 0; b < 2; b++) {
-        float minima = state.minima[b];
+        float minima = state.minima[Q == 8 ? b : 0];
         minima = minima + __shfl_xor_sync(FULL_MASK, minima, 1);
         minima = minima + __shfl_xor_sync(FULL_MASK, minima, 2);
         const int channel = CHANNELS * member + 32 * b + 2 * half_word(b, g);
 #pragma unroll
         for (int i = 0; i < COLUMNS; i++) {
-            const float base = __shfl_sync(FULL_MASK, minima, 8 * t + 4 * i);
+            const float base = __shfl_sync(FULL_MASK, minima, 8 * t + 4 * (Q == 8 ? i : b));
             float x[2][2];  // [half of the block][channel]
 #pragma unroll
             for (int m = 0; m < 2; m++)
@@ -161,7 +177,7 @@ __device__ __forceinline__ void end_chunk(const WarpState<D, Q>& state, const Pa
 
 // Shared memory, all of it dynamic: N_STAGES tiles of STEP rows of K, then of V, of the block's heads;
 // per warp WarpTables; per team its Exchange, twice, and QueryTables; per warp its Place;
-// LaneOffsets; with COPY_BULK 3 * N_STAGES barriers.
+// LaneOffsets; with COPY_BULK 2 * N_STAGES barriers.
 //
 // Grid (x: any number of blocks, which share the chunks; n_kv_heads / HEADS; query blocks),
 // HEADS * teams_per_head * D / 64 warps. A query block is teams_per_head * Q queries of all n_rows *
@@ -192,15 +208,14 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
     const int warp = __shfl_sync(FULL_MASK, int(threadIdx.x) / WARP_LANES, 0);
     const int lane = kept(threadIdx.x % WARP_LANES);
     const int n_teams = HEADS * teams_per_head, n_workers = n_teams * TEAM;
-    WarpTables<D>* const tables = reinterpret_cast<WarpTables<D>*>(shared + N_STAGES * stage_bytes);
+    WarpTables<D, Q>* const tables = reinterpret_cast<WarpTables<D, Q>*>(shared + N_STAGES * stage_bytes);
     Exchange<D, Q>* const exchanges = reinterpret_cast<Exchange<D, Q>*>(tables + n_workers);
     QueryTables<D, Q>* const query_tables =
         reinterpret_cast<QueryTables<D, Q>*>(exchanges + 2 * n_teams);
     Place* const places = reinterpret_cast<Place*>(query_tables + n_teams);
     LaneOffsets& offsets = *reinterpret_cast<LaneOffsets*>(places + n_workers);
-    uint64_t* const full_k = reinterpret_cast<uint64_t*>(&offsets + 1);
-    uint64_t* const full_v = full_k + N_STAGES;
-    uint64_t* const empty = full_v + N_STAGES;
+    uint64_t* const full = reinterpret_cast<uint64_t*>(&offsets + 1);
+    uint64_t* const empty = full + N_STAGES;
     // Queries [first_query, first_query + n_queries) of the rows from first_row on.
     const int n_heads = n_kv_heads * group, queries = teams_per_head * Q;
     int first_row = 0, first_query = blockIdx.z * queries, all_queries = n_rows * group;
@@ -221,19 +236,22 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
     const int kv_head = int(blockIdx.y) * HEADS + head;
     WarpState<D, Q> state;
     RawQuery<D> raw;
-    int own_row;  // of the lane group's query; surplus ones repeat the last
+    // The row of a query of the team; surplus ones repeat the last.
+    const auto query_at = [&](int i) {
+        return team_query + i < behind_query ? team_query + i : behind_query - 1;
+    };
+    const int own_row = row_of(query_at(lane % Q), group, n_rows);
     {
-        int query = team_query + query_of_group<Q>(lane / 4);
-        query = query < behind_query ? query : behind_query - 1;
-        own_row = row_of(query, group, n_rows);
-        raw.load(q + (size_t(first_row + own_row) * n_heads + kv_head * group + query -
-                      own_row * group) * D);
+        const int query =
+            query_at(Share<D, Q>::first_query(member) + query_of_group<Share<D, Q>::QUERIES>(lane / 4));
+        const int r = row_of(query, group, n_rows);
+        raw.load(q + (size_t(first_row + r) * n_heads + kv_head * group + query - r * group) * D);
         const Plane plane(k_plane, v_plane, len_d, base_d, table, first_row, window, counted, capacity);
         if (warp == 0) {
             offsets.set<D, Q, pitch_k, pitch_v>(lane);
             if (COPY == COPY_BULK && lane == 0) {
                 for (int i = 0; i < N_STAGES; i++)
-                    mbar_init(full_k + i, 1), mbar_init(full_v + i, 1), mbar_init(empty + i, n_workers);
+                    mbar_init(full + i, 1), mbar_init(empty + i, n_workers);
                 mbar_publish();
                 if (tiled) prefetch_map(k_map), prefetch_map(v_map);
             }
@@ -257,23 +275,19 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
             if (tiled) {
                 if (lane == 0) {
                     const int row = key - place.plane.base;
-                    mbar_arrive_expecting(full_k + slot, STEP * pitch_k);
-                    tile_copy(k, k_map, blockIdx.y * (slice_k / 8), row, full_k + slot);
-                    mbar_arrive_expecting(full_v + slot, STEP * pitch_v);
-                    tile_copy(v, v_map, blockIdx.y * (slice_v / 8), row, full_v + slot);
+                    mbar_arrive_expecting(full + slot, stage_bytes);
+                    tile_copy(k, k_map, blockIdx.y * (slice_k / 8), row, full + slot);
+                    tile_copy(v, v_map, blockIdx.y * (slice_v / 8), row, full + slot);
                 }
                 __syncwarp();
                 return;
             }
-            if (lane == 0) {
-                mbar_arrive_expecting(full_k + slot, STEP * slice_k);
-                mbar_arrive_expecting(full_v + slot, STEP * slice_v);
-            }
+            if (lane == 0) mbar_arrive_expecting(full + slot, STEP * (slice_k + slice_v));
             __syncwarp();
             int32_t at = key + lane < last ? key + lane : last;
             at = at > low ? at : low;
-            bulk_copy(k + lane * pitch_k, place.k + at * row_k, slice_k, full_k + slot);
-            bulk_copy(v + lane * pitch_v, place.v + at * row_v, slice_v, full_v + slot);
+            bulk_copy(k + lane * pitch_k, place.k + at * row_k, slice_k, full + slot);
+            bulk_copy(v + lane * pitch_v, place.v + at * row_v, slice_v, full + slot);
         } else {
 #pragma unroll 1
             for (int r = warp; r < STEP; r += n_workers) {
@@ -309,8 +323,8 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
             }
             const int2 keys = plane.seen(own_row);
             const bool there = own_row >= row && own_row < behind;
-            state.start = there ? keys.x : 0, state.end = there ? keys.y : 0;
             __syncwarp();
+            if (lane < Q) tables[warp].seen[lane] = there ? keys : make_int2(0, 0);
             if (lane == 0) {
                 place.rows = make_int4(row, behind, 0, chunk);
                 place.keys = make_int4(top_keys.x, last_keys.y, last_keys.x, top_keys.y);
@@ -336,38 +350,34 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
         return true;
     };
     bool more = advance();
-    take_query<D, Q>(state, query_tables[team], raw, member, scale, softcap);
+    take_query<D, Q>(state, query_tables[team], tables[warp], raw, member, scale, softcap);
     if constexpr (COPY == COPY_BULK) {
-        if constexpr (Q == 8 || QueryTables<D, Q>::REST > 0) __syncthreads();
+        if constexpr (QueryTables<D, Q>::THREE || QueryTables<D, Q>::REST > 0) __syncthreads();
     }
     while (more) {
-        begin_chunk(state);
+        begin_chunk(state, tables[warp]);
         const int32_t high = place.keys.y;
 #pragma unroll 1
         for (int32_t key = place.keys.x / STEP * STEP; key < high; key += STEP) {
             const int32_t next = key + (N_STAGES - 1) * STEP;
             const int next_slot = slot == 0 ? N_STAGES - 1 : slot - 1;
-            if constexpr (COPY == COPY_BULK) {
-                if (next < high && warp == 0) ask(next, next_slot, slot == 0 ? parity : parity ^ 1);
-            } else {
+            if constexpr (COPY == COPY_ASYNC) {
                 cp_async_wait<N_STAGES - 2>();
                 __syncthreads();
                 if (next < high) ask(next, next_slot, 0);
                 cp_async_commit();
             }
             const uint8_t* const k = shared + slot * stage_bytes;
+            if constexpr (COPY == COPY_BULK) {
+                mbar_wait(full + slot, parity);
+                __syncwarp();
+            }
             step<D, Q, pitch_k, pitch_v>(
                 state, query_tables[team], tables[warp], exchanges[team * 2 + turn], offsets, lane,
                 k + head * K_HEAD, k + STEP * pitch_k + head * V_HEAD, team, member, key, place.keys,
-                softcap,
-                [&]() {
-                    if constexpr (COPY == COPY_BULK) {
-                        mbar_wait(full_k + slot, parity);
-                        __syncwarp();
-                    }
-                },
-                [&]() {
-                    if constexpr (COPY == COPY_BULK) mbar_wait(full_v + slot, parity);
+                softcap, [&]() {
+                    if (COPY == COPY_BULK && warp == 0 && next < high)
+                        ask(next, next_slot, slot == 0 ? parity : parity ^ 1);
                 });
             turn ^= 1;
             if constexpr (COPY == COPY_BULK) {
@@ -376,7 +386,8 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
             }
             if (++slot == N_STAGES) slot = 0, parity ^= 1;
         }
-        end_chunk<D, Q>(state, Partials<D>(workspace, n_rows, n_heads, n_slots), place, member, group,
+        end_chunk<D, Q>(state, tables[warp], exchanges[team * 2 + turn],
+                        Partials<D>(workspace, n_rows, n_heads, n_slots), place, team, member, group,
                         n_heads);
         __syncwarp();  // its place is free
         more = advance();

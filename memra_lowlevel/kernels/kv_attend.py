@@ -218,7 +218,11 @@ def attend(
         raise _refused("table", f"u64[{n_rows}, 5]", f"{table.n_bytes} bytes")
     need = plan.workspace_bytes
     if choice.kernel != "simt":
-        slots = kv_attend_mma.n_slots(rows)
+        if choice.kernel == "f16":
+            parts = kv_attend_f16.n_parts(k_format, v_format, head_dim, n_kv_heads)
+        else:
+            parts = kv_attend_mma.n_parts(head_dim, n_kv_heads)
+        slots = kv_attend_mma.n_slots(rows, parts)
         need = kv_attend_mma.workspace_bytes(n_rows, n_heads, head_dim, slots)
     if workspace.n_bytes < need:
         raise _refused(
@@ -435,7 +439,7 @@ def workspace_bytes(
     """
     slots = n_slots(rows, n_rows, _window(window), ring)
     if kernel in ("mma", "f16") or (kernel is None and device.kind != "host"):
-        slots = max(slots, kv_attend_mma.n_slots(rows))
+        slots = max(slots, kv_attend_mma.n_slots(rows, kv_attend_mma.MOST_PARTS))
     return n_rows * n_heads * slots * (head_dim_v + 2) * 4
 
 

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from ..compile import Kernel
     from ..runtime import Buffer, Device, Stream
 
-__all__ = ["N_PARTS", "attend", "chunk_keys", "n_slots", "prepare", "refusal", "workspace_bytes"]
+__all__ = [
+    "MOST_PARTS", "N_PARTS", "attend", "chunk_keys", "n_parts", "n_slots", "prepare", "refusal",
+    "workspace_bytes",
+]  # fmt: skip
 
 HEAD_DIMS = (64, 128, 256)
 
@@ -30,6 +33,9 @@ STEP = 32
 
 N_PARTS = 132
 """Chunks that hold what a row sees: one for each multiprocessor of the GPUs it was made for."""
+
+MOST_PARTS = 2 * N_PARTS
+"""The same of planes whose heads keep half of a multiprocessor's warps busy."""
 
 MOST_ROWS = (N_PARTS - 1) << 17
 """Rows of a plane: with more, a chunk could overflow the 32 bits of its sums."""
@@ -54,8 +60,8 @@ registry.register(
         instances=tuple(
             {"head_dim": d, "queries": queries, "heads": heads}
             for d, queries, heads in (
-                (64, 4, 4), (64, 8, 4), (128, 4, 8), (128, 8, 8), (128, 8, 2),
-                (256, 4, 2), (256, 4, 1),
+                (64, 4, 8), (64, 8, 4), (128, 4, 4), (128, 4, 8), (128, 8, 8), (128, 8, 2),
+                (256, 8, 2), (256, 8, 1),
             )
         ),
         oracle="memra_lowlevel.reference.attend:attend",
@@ -152,29 +158,36 @@ def attend(
     n_rows, n_heads, head_dim = q.shape
     group = n_heads // n_kv_heads
     per_row = group if table is not None else n_rows * group
-    shape = _shape(head_dim, n_kv_heads, per_row, device.limits.shared_optin_bytes)
+    shape = _shape(
+        head_dim, n_kv_heads, per_row, device.limits.shared_optin_bytes, rows <= _SHORT,
+        _most_held(device),
+    )  # fmt: skip
     kernel, combine = _kernels(device, head_dim, shape.queries, shape.heads)
-    slots = n_slots(rows)
+    parts = n_parts(head_dim, n_kv_heads)
+    slots = n_slots(rows, parts)
     blocks = shape.query_blocks * (n_rows if table is not None else 1)
     slices = n_kv_heads // shape.heads
     launch(
         stream, _config(device, kernel, shape, slices, blocks, slots, programmatic), kernel,
         q, k_plane, v_plane, n_rows, n_kv_heads, group, rows, window, counted, scale, softcap,
-        len_d, base_d, table, workspace, slots, N_PARTS, shape.teams, *_maps(
+        len_d, base_d, table, workspace, slots, parts, shape.teams, *_maps(
             device, k_plane, v_plane, rows, n_kv_heads, head_dim, shape.heads
         ),
     )  # fmt: skip
     launch(
         stream, _combine_config(n_heads, n_rows, head_dim, starts_early(device, True)), combine,
         workspace, sinks, out, lse, n_rows, rows, window, counted, len_d, base_d, table, slots,
-        N_PARTS,
+        parts,
     )  # fmt: skip
 
 
 def prepare(device: Device, head_dim: int, n_kv_heads: int, *, n_queries: int = 1) -> None:
     """Compile and load what launches of up to ``n_queries`` (rows x group) need."""
     room = device.limits.shared_optin_bytes
-    shapes = [_shape(head_dim, n_kv_heads, n, room) for n in range(1, n_queries + 1)]
+    shapes = [
+        _shape(head_dim, n_kv_heads, n, room, short, _most_held(device))
+        for n in range(1, n_queries + 1) for short in (False, True)
+    ]  # fmt: skip
     for queries, heads in sorted({(s.queries, s.heads) for s in shapes}):
         _kernels(device, head_dim, queries, heads)
 
@@ -184,14 +197,19 @@ def workspace_bytes(n_rows: int, n_heads: int, head_dim: int, slots: int) -> int
     return n_rows * n_heads * slots * (head_dim + 2) * 4
 
 
-def chunk_keys(seen: int) -> int:
+def n_parts(head_dim: int, n_kv_heads: int) -> int:
+    """Chunks that hold what a row sees: twice as many where a row's heads keep few warps busy."""
+    return N_PARTS if n_kv_heads * (head_dim // _CHANNELS) > 8 else MOST_PARTS
+
+
+def chunk_keys(seen: int, n_parts: int = N_PARTS) -> int:
     """Keys of a chunk of a row that sees so many."""
-    return max(1, -(-seen // ((N_PARTS - 1) * STEP))) * STEP
+    return max(1, -(-seen // ((n_parts - 1) * STEP))) * STEP
 
 
-def n_slots(rows: int) -> int:
+def n_slots(rows: int, n_parts: int = N_PARTS) -> int:
     """Chunks that a row over a plane of ``rows`` rows can have at most."""
-    return min(N_PARTS, -(-rows // STEP) + 1)
+    return min(n_parts, -(-rows // STEP) + 1)
 
 
 @dataclass(frozen=True)
@@ -224,25 +242,28 @@ class _Shape:
 
 
 @functools.lru_cache(maxsize=512)
-def _shape(head_dim: int, n_kv_heads: int, n_queries: int, room: int) -> _Shape:
-    queries = 4 if n_queries <= 4 or head_dim > 128 else 8
+def _shape(
+    head_dim: int, n_kv_heads: int, n_queries: int, room: int, short: bool = False,
+    most_held: int = 3,
+) -> _Shape:  # fmt: skip
+    queries = 4 if n_queries <= 4 and head_dim <= 128 else 8
     aligned, team = _ALIGNED_HEADS[head_dim], head_dim // _CHANNELS
     wanted, most = -(-n_queries // queries), 16 if room >= 200_000 else 8  # WORKERS
 
     def shared(heads: int, teams: int) -> int:
-        tables = 256 + 4 * STEP // team + 512 + 256  # WarpTables
+        tables = (28 if team == 1 else 26) * STEP + 32 + 16 * queries  # WarpTables
         warps = heads * teams * team
-        exchange = 2 * queries * 4 * (8 * 4 + 4 * team)
-        held = 3 if head_dim > 128 else head_dim // 32
-        rest = max(16, (head_dim // 32 - held) * 512)
-        high = head_dim // 32 * 256 if queries == 8 else 8
+        exchange = 2 * (144 * queries + 16)
+        held = most_held if head_dim > 128 else head_dim // 32
+        rest = max(16, (head_dim // 32 - held) * 1024)
+        high = head_dim // 32 * 256 if queries == 8 and head_dim <= 128 else 8
         kept = -(-(rest + high) // 16) * 16  # QueryTables
         return (
             _STAGES * STEP * sum(_pitches(head_dim, heads))
             + warps * (tables + _PLACE)
             + heads * teams * (exchange + kept)
             + 1024
-            + 3 * _STAGES * 8
+            + 2 * _STAGES * 8
         )
 
     def resident(heads: int, teams: int) -> int:
@@ -252,10 +273,11 @@ def _shape(head_dim: int, n_kv_heads: int, n_queries: int, room: int) -> _Shape:
     def busy(heads: int, teams: int) -> int:
         return resident(heads, teams) * heads * teams * team
 
-    # Few instances: for one team (head_dim 256: two) the heads that keep most warps busy, else as
-    # few as can be.
-    teams = min(wanted, 2 if head_dim > 128 else 1)
+    # Few instances: for one team the heads that keep most warps busy, else as few as can be.
+    teams = 1
     choices = [aligned << i for i in range(5) if n_kv_heads % (aligned << i) == 0]
+    if short:  # blocks of half the warps, of which one loads while another one ends
+        choices = [h for h in choices if h * team * 2 <= most] or choices[:1]
     heads = max(choices, key=lambda h: (busy(h, teams), h if busy(h, teams) else -h))
     if wanted > teams:
         teams, heads = wanted, aligned
@@ -265,8 +287,16 @@ def _shape(head_dim: int, n_kv_heads: int, n_queries: int, room: int) -> _Shape:
     return _Shape(queries, teams, heads, -(-wanted // teams), used, max(1, resident(heads, teams)))
 
 
+_SHORT = 1 << 14
+"""Rows of a plane up to which blocks are small: the start and the end of a block are the time."""
+
 _PLACE = 112
 """Bytes of Place."""
+
+
+def _most_held(device: Device) -> int:
+    """Blocks of a query of 256 channels that a warp holds in registers: MOST_HELD of the source."""
+    return 1 if capability(device) >= 100 else 3
 
 
 def _config(
@@ -294,7 +324,7 @@ def _combine_config(n_heads: int, n_rows: int, head_dim: int, programmatic: bool
 def _pitches(head_dim: int, heads: int) -> tuple[int, int]:
     """Bytes from row to row of a stage: k_pitch and v_pitch of the source."""
     slice_k, slice_v = heads * head_dim // 32 * 34, heads * head_dim // 32 * 24
-    return (slice_k + 63) // 64 * 64 + 32, (slice_v + 31) // 32 * 32 + 16
+    return (slice_k + 31) // 64 * 64 + 32, (slice_v + 31) // 32 * 32 + 16
 
 
 def _maps(

@@ -49,14 +49,17 @@ def test_long_contexts(stream, length):
 
 
 def test_chunks_hold_what_a_row_sees():
-    for seen in (0, 1, 32, 4191, 4192, 4193, 8384, 8385, 131_072, 1 << 20, 1 << 24):
-        chunk = kv_attend_mma.chunk_keys(seen)
-        assert chunk % kv_attend_mma.STEP == 0
-        # Wherever the first one begins.
-        assert -(-(seen + chunk - 1) // chunk) <= kv_attend_mma.N_PARTS
-        finer = chunk - kv_attend_mma.STEP
-        assert finer == 0 or -(-(seen + finer - 1) // finer) > kv_attend_mma.N_PARTS - 1
-    assert kv_attend_mma.n_slots(10) == 2 and kv_attend_mma.n_slots(1 << 20) == 132
+    for parts in (kv_attend_mma.N_PARTS, kv_attend_mma.MOST_PARTS):
+        for seen in (0, 1, 32, 4191, 4192, 4193, 8384, 8385, 131_072, 1 << 20, 1 << 24):
+            chunk = kv_attend_mma.chunk_keys(seen, parts)
+            assert chunk % kv_attend_mma.STEP == 0
+            # Wherever the first one begins.
+            assert -(-(seen + chunk - 1) // chunk) <= parts
+            finer = chunk - kv_attend_mma.STEP
+            assert finer == 0 or -(-(seen + finer - 1) // finer) > parts - 1
+        assert kv_attend_mma.n_slots(10, parts) == 2
+        assert kv_attend_mma.n_slots(1 << 20, parts) == parts
+    assert kv_attend_mma.n_parts(128, 8) == 132 and kv_attend_mma.n_parts(256, 2) == 264
 
 
 def test_far_positions(stream):
@@ -70,14 +73,15 @@ def test_far_positions(stream):
 
 def test_rows_whose_chunks_differ(stream):
     """Rows on both sides of a length at which chunks grow, in one launch."""
-    edge = 131 * 32
+    parts = kv_attend_mma.n_parts(64, 4)
+    edge = (parts - 1) * 32
     planes, rng = filled(stream, 64, edge + 16, n_kv_heads=4)
     q = normal(rng, 16, 8, 64)
     singles = []
     for r in range(16):
         planes.set_len(edge - 7 + r)
         singles.append(planes.attend(q[r : r + 1], **MMA)[0])
-    assert kv_attend_mma.chunk_keys(edge - 6) != kv_attend_mma.chunk_keys(edge + 9)
+    assert kv_attend_mma.chunk_keys(edge - 6, parts) != kv_attend_mma.chunk_keys(edge + 9, parts)
     for n in (3, 9, 16):
         planes.set_len(edge - 7)
         out = planes.attend(q[:n], **MMA)
