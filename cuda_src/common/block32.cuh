@@ -187,15 +187,40 @@ __device__ __forceinline__ float reciprocal_or_zero(float d) {
     return is_finite(inverse) ? inverse : 0.0f;
 }
 
-// x / N for x >= 0, N = 127 or 31, but NaN for infinity: the product with the reciprocal, and its error
-// made good. That is the quotient, rounded once, for every x of which no part underflows (all are tried
-// in a test); the division itself costs a check and a branch more.
+// x / N, N = 127 or 31, where nothing underflows: the product with the reciprocal, and its error made good,
+// is the quotient, rounded once. 1 / d likewise, where the inverse is a normal number. The division itself
+// costs checks and branches more. A test tries every mantissa.
 template <int N>
-__device__ __forceinline__ float divided(float x) {
+__device__ __forceinline__ float quotient(float x) {
     constexpr float reciprocal = 1.0f / N;
     const float close = __fmul_rn(x, reciprocal);
-    if (x > 0.0f && x < 1e-30f) return x / float(N);
     return fmaf(fmaf(-float(N), close, x), reciprocal, close);
+}
+__device__ __forceinline__ float inverse(float d) {
+#if MEMRA_CUDA
+    float close;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(close) : "f"(d));
+    return fmaf(close, fmaf(-d, close, 1.0f), close);
+#else
+    return 1.0f / d;
+#endif
+}
+
+// A scale and its reciprocal (0 where that is no finite number).
+struct Scale {
+    float d, id;
+};
+
+// x / N for x >= 0.
+template <int N>
+__device__ __forceinline__ Scale scale_by(float x) {
+    constexpr uint32_t least = 0x0DA24260u, most = 0x7CF0BDC2u;  // 1e-30, 1e37
+    if (__float_as_uint(x) - least <= most - least) {
+        const float d = quotient<N>(x);
+        return {d, inverse(d)};
+    }
+    const float d = x / float(N);
+    return {d, reciprocal_or_zero(d)};
 }
 
 // Joins of what is known of two runs of elements, the left run first. Of equal elements `smaller` and
@@ -239,12 +264,18 @@ struct BlockScale {
 // it (Q4_0).
 template <int F>
 __device__ __forceinline__ BlockScale scale_of(float low, float top, bool nan) {
-    const float d = F == Q8_0   ? divided<127>(top)
-                    : F == Q4_0 ? top / -8.0f
-                                : divided<31>(fabsf(top - low));
-    const bool poison = nan || !is_finite(d);
-    const uint32_t head = finite_to_f16x2(d, low);
-    return {reciprocal_or_zero(d), low, poison ? (F == Q5_1 ? 0x7E007E00u : 0x7E00u) : head, poison};
+    Scale s;
+    if constexpr (F == Q8_0) {
+        s = scale_by<127>(top);
+    } else if constexpr (F == Q5_1) {
+        s = scale_by<31>(fabsf(top - low));
+    } else {
+        s.d = top / -8.0f;
+        s.id = reciprocal_or_zero(s.d);
+    }
+    const bool poison = nan || !is_finite(s.d);
+    const uint32_t head = finite_to_f16x2(s.d, low);
+    return {s.id, low, poison ? (F == Q5_1 ? 0x7E007E00u : 0x7E00u) : head, poison};
 }
 
 // Read from all 32 elements, by a thread alone.

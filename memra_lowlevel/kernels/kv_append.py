@@ -28,7 +28,7 @@ _THREADS = 128
 _WARP = 32
 _MAX_GRID_Y = 65535
 _RUN = 16  # blocks of a row that a warp takes
-_FEW_ROWS = 512  # up to which eight threads a block end sooner than two
+_FEW_ROWS = 1024  # up to which eight threads a block end sooner than two
 _EIGHTHS = 8
 
 registry.register(

@@ -232,25 +232,29 @@ def test_f32_planes_keep_every_bit(stream):
 
 DIVIDED = """#include "common/block32.cuh"
 template <int N>
-__device__ uint32_t wrong(float x) { return divided<N>(x) != x / float(N); }
+__device__ uint32_t differs(float x) {
+  const Scale s = scale_by<N>(x);
+  return s.d != x / float(N) || s.id != reciprocal_or_zero(x / float(N));
+}
 // Every mantissa at one exponent, and every exponent at some mantissas.
-KERNEL void divided_all(uint32_t* n_wrong, uint32_t per_thread) {
+KERNEL void divided(uint32_t* n_wrong, uint32_t per_thread) {
   const uint32_t first = (blockIdx.x * blockDim.x + threadIdx.x) * per_thread;
   uint32_t n = 0;
   for (uint32_t i = first; i < first + per_thread; i++) {
     const float x = __uint_as_float(0x3F800000u + i);
     const float y = __uint_as_float((i % 0xFFu) << 23 | (i * 2654435761u) >> 9);
-    n += wrong<127>(x) + wrong<31>(x) + wrong<127>(y) + wrong<31>(y);
+    n += quotient<127>(x) != x / 127.0f || quotient<31>(x) != x / 31.0f || inverse(x) != 1.0f / x;
+    n += differs<127>(y) + differs<31>(y);
   }
   if (n != 0) atomicAdd(n_wrong, n);
 }
 """
 
 
-def test_a_product_and_its_error_are_the_quotient(device, stream):
-    """For all 2^23 mantissas; what underflows is divided."""
+def test_scales_are_quotients_rounded_once(device, stream):
+    """For all 2^23 mantissas, and from subnormal to the largest magnitudes."""
     image = compile_source(DIVIDED, arch=device.arch, name="divided.cu")
     with device.module(image) as module, device.zeros(1, np.uint32, stream) as n_wrong:
         config = LaunchConfig(64, 128)
-        launch(stream, config, module.kernel("divided_all"), n_wrong, (1 << 23) // (64 * 128))
+        launch(stream, config, module.kernel("divided"), n_wrong, (1 << 23) // (64 * 128))
         assert n_wrong.to_numpy(stream) == 0
