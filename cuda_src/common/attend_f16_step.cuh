@@ -7,7 +7,7 @@
 //              where the first is; summed apart. q is lifted by a power of two a query.
 //   bf16       three parts of 8 bits, which are all of an f32.
 //
-// Tensor cores cut off low bits when they add: their sums go over 64 channels of a score, or the 32 keys
+// Tensor cores cut off low bits when they add: their sums go over 128 channels of a score, or the 32 keys
 // of a step, and from there on in f32.
 //
 // p is held against a power of two, the query's reference. A masked key weighs exactly 0. No lane's
@@ -24,6 +24,7 @@ constexpr int TILES = STEP / 8;     // of 8 keys
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr int LIFTED = 15;          // |q| < 2^15
 constexpr float FINER = 2048.0f;    // of a second part
+constexpr float LEAST_FACTOR = 1.1754944e-38f;
 
 template <int F>
 __host__ __device__ constexpr int element_bytes() { return F == E4M3 ? 1 : 2; }
@@ -158,14 +159,22 @@ __device__ __forceinline__ float add_parts(float sum, float first, float second)
     return F == BF16 ? (sum + first) + second : fmaf(second, 1.0f / FINER, sum + first);
 }
 
+// Of D / 16 fragments of a set of queries so many lie in shared memory, where registers would not do.
+template <int D, int SETS>
+__host__ __device__ constexpr int shared_fragments() { return D * SETS > 128 ? D / 64 : 0; }
+
 // What this lane holds of a set of queries: of fragment i of 16 channels the words of the query of its
 // lane group, [first part 0, second part 0, first part 1, second part 1], then third parts of 0 and 1.
-template <int F, int D>
+// The last fragments lie in `shared`, for each lane.
+template <int F, int D, int N_SHARED>
 struct QuerySet {
-    uint32_t words[D / 16][query_words<F>()];
-    float factor;  // of a raw score
+    static constexpr int HELD = D / 16 - N_SHARED;
+    uint32_t words[HELD][query_words<F>()];
+    float factor;  // of a raw score, above 0: the sign is with q
 
-    __device__ __forceinline__ void load(const float* q, int t, float scale, float softcap) {
+    __device__ __forceinline__ void load(const float* q, int lane, float scale, float softcap,
+                                         uint4 (*shared)[WARP_LANES]) {
+        const int t = lane % 4;
         float x[D / 16][4];
         float most = 0.0f;
 #pragma unroll
@@ -185,17 +194,25 @@ struct QuerySet {
         most = fmaxf(most, __shfl_xor_sync(FULL_MASK, most, 2));
         int32_t above = int32_t(__float_as_uint(most) >> 23) - 126;  // |q| < 2^above
         above = F == BF16 ? LIFTED : above < -90 ? -90 : above > 127 ? 127 : above;
-        const float lift = power_of_two(LIFTED - above);
+        const float lift = scale < 0.0f ? -power_of_two(LIFTED - above) : power_of_two(LIFTED - above);
 #pragma unroll
         for (int i = 0; i < D / 16; i++)
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 uint32_t parts[weight_parts<F>()];
                 split_two<F>(x[i][2 * e] * lift, x[i][2 * e + 1] * lift, parts);
-                words[i][2 * e] = parts[0], words[i][2 * e + 1] = parts[1];
-                if constexpr (F == BF16) words[i][4 + e] = parts[2];
+                if (i < HELD) {
+                    uint32_t* const to = words[i < HELD ? i : 0];
+                    to[2 * e] = parts[0], to[2 * e + 1] = parts[1];
+                    if constexpr (F == BF16) to[4 + e] = parts[2];
+                } else {
+                    uint4& to = shared[i - HELD][lane];
+                    if (e == 0) to.x = parts[0], to.y = parts[1];
+                    else to.z = parts[0], to.w = parts[1];
+                }
             }
-        factor = power_of_two(above - LIFTED) * unit_of<F>() * scale * (softcap > 0.0f ? 1.0f : LOG2_E);
+        const float natural = power_of_two(above - LIFTED) * unit_of<F>() * fabsf(scale);
+        factor = fmaxf(softcap > 0.0f ? natural : natural * LOG2_E, LEAST_FACTOR);
     }
 };
 
@@ -203,7 +220,8 @@ struct QuerySet {
 // the queries of its columns, [tile of 16 channels][column].
 template <int KF, int D, int SETS>
 struct WarpState {
-    QuerySet<KF, D> q[SETS];
+    static_assert(KF != BF16 || shared_fragments<D, SETS>() == 0, "three parts are too many");
+    QuerySet<KF, D, shared_fragments<D, SETS>()> q[SETS];
     float reference[SETS], weight[SETS];
     float sums[SETS][D / 16][4];
 };
@@ -218,14 +236,17 @@ __device__ __forceinline__ void begin_chunk(WarpState<KF, D, SETS>& state) {
     }
 }
 
-// Raw scores of the keys 8 * tile + 2t + i.
+// Raw scores of the keys 8 * tile + 2t + i. shared: the fragments of q in shared memory, of each set.
 template <int KF, int D, int SETS, int PITCH>
 __device__ __forceinline__ void score_keys(const WarpState<KF, D, SETS>& state, const uint8_t* k,
-                                           int own, float (&scores)[SETS][TILES][2]) {
+                                           int own, int lane, const uint4 (*shared)[WARP_LANES],
+                                           float (&scores)[SETS][TILES][2]) {
+    constexpr int N_SHARED = shared_fragments<D, SETS>(), HELD = D / 16 - N_SHARED;
+    constexpr int CHAIN = D < 128 ? D / 16 : 8;  // fragments whose sum the tensor cores make
 #pragma unroll
     for (int pair = 0; pair < TILES / 2; pair++) {
 #pragma unroll
-        for (int first = 0; first < D / 16; first += 4) {  // fragments whose sum the tensor cores make
+        for (int first = 0; first < D / 16; first += CHAIN) {
             float low[SETS][2][4], rest[SETS][KF == BF16 ? 2 : 1][4];
 #pragma unroll
             for (int i = 0; i < SETS * 8; i++) low[i / 8][i / 4 % 2][i % 4] = 0.0f;
@@ -234,7 +255,7 @@ __device__ __forceinline__ void score_keys(const WarpState<KF, D, SETS>& state, 
                 for (int i = 0; i < SETS * 8; i++) rest[i / 8][i / 4 % 2][i % 4] = 0.0f;
             }
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
+            for (int half = 0; half < CHAIN / 2; half++) {
                 uint32_t b[2][4];
                 load_keys<KF>(b, k + pair * 16 * PITCH + (first + 2 * half) * 16 * element_bytes<KF>(),
                               own, PITCH);
@@ -242,7 +263,16 @@ __device__ __forceinline__ void score_keys(const WarpState<KF, D, SETS>& state, 
                 for (int i = 0; i < 2; i++)
 #pragma unroll
                     for (int s = 0; s < SETS; s++) {
-                        const uint32_t* const q = state.q[s].words[first + 2 * half + i];
+                        const int at = first + 2 * half + i;
+                        uint32_t q[query_words<KF>()];
+                        if (at < HELD) {
+#pragma unroll
+                            for (int e = 0; e < query_words<KF>(); e++)
+                                q[e] = state.q[s].words[at < HELD ? at : 0][e];
+                        } else {
+                            const uint4 four = shared[s * N_SHARED + at - HELD][lane];
+                            q[0] = four.x, q[1] = four.y, q[2] = four.z, q[3] = four.w;
+                        }
 #pragma unroll
                         for (int tile = 0; tile < 2; tile++) {
                             multiply<KF>(low[s][tile], q, b[i] + 2 * tile, low[s][tile]);
@@ -383,31 +413,32 @@ __device__ __forceinline__ bool add_values(WarpState<KF, D, SETS>& state, const 
     return wild != 0u;
 }
 
-// Adds the keys [key, key + STEP) to the sums. k, v: the rows of the head; own_k, own_v: lane_offset().
+// Adds the keys [key, key + STEP) to the sums. k, v: the rows of the head; own_k, own_v: lane_offset();
+// shared: fragments of q.
 // masked: some query does not see some key; seen as in spoil().
 template <int VF, int PITCH_K, int PITCH_V, int KF, int D, int SETS, class Seen>
 __device__ __forceinline__ void step(WarpState<KF, D, SETS>& state, const uint8_t* k, const uint8_t* v,
-                                     int own_k, int own_v, int lane, int32_t key, bool masked,
+                                     int own_k, int own_v, int lane,
+                                     const uint4 (*shared)[WARP_LANES], int32_t key, bool masked,
                                      float softcap, Seen seen) {
     const int t = lane % 4;
     const int32_t own_key = key + 2 * t;
     float scores[SETS][TILES][2];
-    score_keys<KF, D, SETS, PITCH_K>(state, k, own_k, scores);
+    score_keys<KF, D, SETS, PITCH_K>(state, k, own_k, lane, shared, scores);
     uint32_t p[SETS][weight_parts<VF>()][2][2];
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
-#pragma unroll
-        for (int i = 0; i < 2 * TILES; i++)
-            scores[s][i / 2][i % 2] = scores[s][i / 2][i % 2] * state.q[s].factor;
+        float factor = state.q[s].factor;
         if (softcap > 0.0f) {
 #pragma unroll 1
             for (int i = 0; i < 2 * TILES; i++) {  // in turn, for the sake of its size
-                const float score = softcap * tanhf(scores[s][0][0] / softcap) * LOG2_E;
+                const float score = softcap * tanhf(scores[s][0][0] * factor / softcap) * LOG2_E;
 #pragma unroll
                 for (int e = 0; e < 2 * TILES - 1; e++)
                     scores[s][e / 2][e % 2] = scores[s][(e + 1) / 2][(e + 1) % 2];
                 scores[s][TILES - 1][1] = score;
             }
+            factor = 1.0f;
         }
         if (masked) {
             const int2 keys = seen(s);
@@ -420,12 +451,13 @@ __device__ __forceinline__ void step(WarpState<KF, D, SETS>& state, const uint8_
         float highest = -INF_F32;
 #pragma unroll
         for (int i = 0; i < 2 * TILES; i++) highest = fmaxf(highest, scores[s][i / 2][i % 2]);
+        highest = highest * factor;
         if (__any_sync(FULL_MASK, highest - top_of_weights<VF>() > state.reference[s]))
             raise<VF>(state, s, highest, t);
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
-            const float p0 = exp2_fast(scores[s][tile][0] - state.reference[s]);
-            const float p1 = exp2_fast(scores[s][tile][1] - state.reference[s]);
+            const float p0 = exp2_fast(fmaf(scores[s][tile][0], factor, -state.reference[s]));
+            const float p1 = exp2_fast(fmaf(scores[s][tile][1], factor, -state.reference[s]));
             state.weight[s] = (state.weight[s] + p0) + p1;
             uint32_t parts[weight_parts<VF>()];
             split_two<VF>(p0, p1, parts);

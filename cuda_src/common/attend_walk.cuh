@@ -71,6 +71,7 @@ struct Queries {
 // What the warps of a block rarely ask for, in shared memory: registers are scarce.
 struct Block {
     Plane plane;
+    int32_t row_k, row_v;  // bytes of a row
     Queries queries;
     int32_t n_parts;
 };
@@ -81,10 +82,11 @@ struct Round {
     int2 rows;              // of this round
     int2 span, common;      // keys that some row of it sees, and those that all see
     int32_t chunk, number;  // keys of a chunk of this round; the number of the present one
+    int2 edges, clear;      // keys of that chunk that some row sees, and those that all see
 
     __device__ __forceinline__ Round(const Queries& queries) {
         row = queries.row_of(queries.first), behind_row = queries.row_of(queries.behind - 1) + 1;
-        rows = span = common = make_int2(0, 0);
+        rows = span = common = edges = clear = make_int2(0, 0);
         chunk = STEP, number = 0;
     }
     // Goes to the next chunk, the first one at the beginning; false behind the last.
@@ -106,6 +108,11 @@ struct Round {
             span = make_int2(top.x, last.y), common = make_int2(last.x, top.y);
             number = chunk_of(top.x, chunk) + int(blockIdx.x);
         }
+        const int32_t begin = number * chunk;
+        edges.x = begin > span.x ? begin : span.x;
+        edges.y = span.y - begin < chunk ? span.y : begin + chunk;
+        clear.x = edges.x > common.x ? edges.x : common.x;
+        clear.y = edges.y < common.y ? edges.y : common.y;
         return true;
     }
     // The keys that a query of this row sees in this round.
@@ -117,35 +124,32 @@ struct Round {
 // The steps that a block takes, in order: of each round of rows the chunks blockIdx.x, blockIdx.x +
 // gridDim.x and so on, of each chunk the keys that some row sees.
 struct Walk {
-    int32_t low = 0, high = 0;               // keys of the chunk that some row sees
-    int32_t clear_low = 0, clear_high = 0;   // and those that all rows see
-    int32_t key = 0;                         // the first one of the step
+    int32_t key = 0, end = 0;  // the first key of the step, and behind the last one of the chunk
 
     // Goes to the next step; false behind the last. All lanes of the warp take part, and meet before
     // one of them looks at the round again.
     __device__ __forceinline__ bool next(Round& kept, const Block& block, int lane) {
         key += STEP;
-        if (key < high) return true;
+        if (key < end) return true;
         Round round = kept;
         if (!round.next(block)) return false;
         __syncwarp();  // all have read
         if (lane == 0) kept = round;
-        const int32_t begin = round.number * round.chunk;
-        low = begin > round.span.x ? begin : round.span.x;
-        high = round.span.y - begin < round.chunk ? round.span.y : begin + round.chunk;
-        key = low / STEP * STEP;
-        clear_low = low > round.common.x ? low : round.common.x;
-        clear_high = high < round.common.y ? high : round.common.y;
+        key = round.edges.x / STEP * STEP, end = round.edges.y;
         return true;
     }
-    __device__ __forceinline__ bool begins_chunk() const { return key <= low; }
-    __device__ __forceinline__ bool ends_chunk() const { return high - key <= STEP; }
+    __device__ __forceinline__ bool begins_chunk(const Round& round) const {
+        return key <= round.edges.x;
+    }
+    __device__ __forceinline__ bool ends_chunk() const { return end - key <= STEP; }
     // Whether some row does not see some key of the step.
-    __device__ __forceinline__ bool is_masked() const { return key < clear_low || clear_high - key < STEP; }
+    __device__ __forceinline__ bool is_masked(const Round& round) const {
+        return key < round.clear.x || round.clear.y - key < STEP;
+    }
     // Key number i of the step, or the nearest one that some row sees.
-    __device__ __forceinline__ int32_t key_near(int i) const {
-        const int32_t at = key + i < high ? key + i : high - 1;
-        return at > low ? at : low;
+    __device__ __forceinline__ int32_t key_near(const Round& round, int i) const {
+        const int32_t at = key + i < end ? key + i : end - 1;
+        return at > round.edges.x ? at : round.edges.x;
     }
 };
 

@@ -29,7 +29,7 @@ struct Place {
     Walk asked;
     int32_t query, kv_head;
 };
-static_assert(sizeof(Place) == 112 && sizeof(Block) == 56, "the launch counts on it");
+static_assert(sizeof(Place) == 128 && sizeof(Block) == 64, "the launch counts on it");
 
 // Leaves the sums of a chunk.
 template <int VF, int KF, int D, int SETS>
@@ -61,7 +61,8 @@ __device__ __forceinline__ void end_chunk(const WarpState<KF, D, SETS>& state, c
 }
 
 // Shared memory, all of it dynamic: STAGES tiles of STEP rows of K, then of V, of the block's heads;
-// per warp a Place; a Block;
+// fragments
+// of q and a Place per warp; a Block;
 // with COPY_BULK 2 * STAGES barriers.
 //
 // Grid (x: any number of blocks, which share the chunks; n_kv_heads / HEADS; query blocks),
@@ -91,19 +92,23 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
     const int warp = __shfl_sync(FULL_MASK, int(threadIdx.x) / WARP_LANES, 0);
     const int lane = kept(threadIdx.x % WARP_LANES);
     const int n_workers = HEADS * teams_per_head, head = warp / teams_per_head;
-    Place* const places = reinterpret_cast<Place*>(shared + STAGES * STAGE);
+    typedef uint4 Fragment[WARP_LANES];
+    constexpr int N_SHARED = shared_fragments<D, SETS>() * SETS;  // of a warp
+    Fragment* const fragments = reinterpret_cast<Fragment*>(shared + STAGES * STAGE);
+    Place* const places = reinterpret_cast<Place*>(fragments + n_workers * N_SHARED);
     Place& place = places[warp];
     Block& block = *reinterpret_cast<Block*>(places + n_workers);
     uint64_t* const full = reinterpret_cast<uint64_t*>(&block + 1);
     uint64_t* const empty = full + STAGES;
-    const int64_t row_k = int64_t(n_kv_heads) * HEAD_K, row_v = int64_t(n_kv_heads) * HEAD_V;
     {
         const Queries queries(n_rows, group, teams_per_head * SETS * SET, table != nullptr);
         if (threadIdx.x == 0) {
             block.plane = Plane(k_plane, v_plane, len_d, base_d, table, queries.first_row, window,
                                 counted, capacity);
-            block.plane.k = block.plane.k + blockIdx.y * SLICE_K - block.plane.base * row_k;
-            block.plane.v = block.plane.v + blockIdx.y * SLICE_V - block.plane.base * row_v;
+            block.row_k = n_kv_heads * HEAD_K, block.row_v = n_kv_heads * HEAD_V;
+            const int64_t base = block.plane.base;
+            block.plane.k = block.plane.k + blockIdx.y * SLICE_K - base * block.row_k;
+            block.plane.v = block.plane.v + blockIdx.y * SLICE_V - base * block.row_v;
             block.queries = queries, block.n_parts = n_parts;
             if constexpr (COPY == COPY_BULK) {
                 for (int i = 0; i < STAGES; i++)
@@ -136,9 +141,9 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
                 mbar_arrive_expecting(bar, tiled ? STAGE : STEP * (SLICE_K + SLICE_V));
             __syncwarp();
             if (!tiled) {
-                const int32_t at = ahead.key_near(lane);
-                bulk_copy(k + lane * PITCH_K, block.plane.k + at * row_k, SLICE_K, bar);
-                bulk_copy(v + lane * PITCH_V, block.plane.v + at * row_v, SLICE_V, bar);
+                const int64_t at = ahead.key_near(place.ahead, lane);
+                bulk_copy(k + lane * PITCH_K, block.plane.k + at * block.row_k, SLICE_K, bar);
+                bulk_copy(v + lane * PITCH_V, block.plane.v + at * block.row_v, SLICE_V, bar);
             } else if (lane == 0) {
                 tile_copy(k, k_map, blockIdx.y * (SLICE_K / 8), ahead.key - block.plane.base, bar);
                 tile_copy(v, v_map, blockIdx.y * (SLICE_V / 8), ahead.key - block.plane.base, bar);
@@ -146,9 +151,9 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
         } else {
 #pragma unroll 1
             for (int r = warp; r < STEP; r += n_workers) {
-                const int32_t at = ahead.key_near(r);
-                const uint8_t* const from_k = block.plane.k + at * row_k;
-                const uint8_t* const from_v = block.plane.v + at * row_v - SLICE_K;
+                const int64_t at = ahead.key_near(place.ahead, r);
+                const uint8_t* const from_k = block.plane.k + at * block.row_k;
+                const uint8_t* const from_v = block.plane.v + at * block.row_v - SLICE_K;
                 for (int x = lane * 16; x < SLICE_K + SLICE_V; x += WARP_LANES * 16)
                     cp_async<16>(x < SLICE_K ? k + r * PITCH_K + x : v + r * PITCH_V + x - SLICE_K,
                                  x < SLICE_K ? from_k + x : from_v + x);
@@ -174,7 +179,8 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
         const int query = own_query(s), row = block.queries.row_of(query);
         const size_t at = size_t(block.queries.first_row + row) * n_kv_heads * group +
                           place.kv_head * group + query - row * group;
-        state.q[s].load(q + at * D, lane % 4, scale, softcap);
+        state.q[s].load(q + at * D, lane, scale, softcap,
+                        fragments + warp * N_SHARED + s * shared_fragments<D, SETS>());
     }
     const int own_k = lane_offset(lane, PITCH_K), own_v = lane_offset(lane, PITCH_V);
     Walk walk;
@@ -192,10 +198,11 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
             ask(freed, 0);
             cp_async_commit();
         }
-        if (walk.begins_chunk()) begin_chunk(state);
+        if (walk.begins_chunk(place.round)) begin_chunk(state);
         const uint8_t* const k = shared + slot * STAGE;
         step<VF, PITCH_K, PITCH_V>(state, k + head * HEAD_K, k + STEP * PITCH_K + head * HEAD_V, own_k,
-                                   own_v, lane, walk.key, walk.is_masked(), softcap, seen);
+                                   own_v, lane, fragments + warp * N_SHARED, walk.key,
+                                   walk.is_masked(place.round), softcap, seen);
         if constexpr (COPY == COPY_BULK) {
             __syncwarp();
             if (lane == 0) mbar_arrive(empty + slot);

@@ -23,13 +23,16 @@ if TYPE_CHECKING:
     from ..compile import Kernel
     from ..runtime import Buffer, Device, Stream
 
-__all__ = ["FORMATS", "HEAD_DIMS", "attend", "prepare", "refusal"]
+__all__ = ["FORMATS", "HEAD_DIMS", "attend", "n_parts", "prepare", "refusal"]
 
 FORMATS = (F16, BF16, E4M3)
 HEAD_DIMS = (64, 128, 256)
 
 _STAGES = range(2, 7)
 """Tiles of keys in flight or in use."""
+
+_SLICE = 1024
+"""Bytes of a row of K or V that a thread block takes, if it can."""
 
 _SET = 8  # queries
 _WORKERS = 8  # warps of a block at most
@@ -45,14 +48,16 @@ registry.register(
                 "stages": stages,
             }
             for f, d, sets, heads, stages in (
-                ("F16", 64, 1, 8, 3), ("F16", 128, 1, 4, 3), ("E4M3", 128, 1, 8, 3),
+                ("F16", 64, 1, 8, 3), ("F16", 128, 1, 4, 3), ("F16", 128, 2, 4, 3),
+                ("F16", 256, 1, 2, 3), ("BF16", 128, 1, 4, 3), ("E4M3", 128, 1, 8, 3),
+                ("E4M3", 128, 2, 4, 6),
             )
         ),
         oracle="memra_lowlevel.reference.attend:attend",
         tolerance=Tolerance(
             "relative", 1e-5,
             "q and p in two parts of 11 bits (bf16: three of 8) whose products with the stored "
-            "numbers are exact, summed by tensor cores over 64 channels or 32 keys, then in f32; "
+            "numbers are exact, summed by tensor cores over 128 channels or 32 keys, then in f32; "
             "against float64 over the decoded cache",
         ),
         edges=(
@@ -135,13 +140,14 @@ def attend(
         k_format, v_format, head_dim, n_kv_heads, per_row, device.limits.shared_optin_bytes
     )
     kernel, combine = _kernels(device, k_format, v_format, head_dim, shape)
-    slots = n_slots(rows)
+    parts = n_parts(k_format, v_format, head_dim, n_kv_heads)
+    slots = n_slots(rows, parts)
     blocks = shape.query_blocks * (n_rows if table is not None else 1)
     slices = n_kv_heads // shape.heads
     launch(
         stream, _config(device, kernel, shape, slices, blocks, slots, programmatic), kernel,
         q, k_plane, v_plane, n_rows, n_kv_heads, group, rows, window, counted, scale, softcap,
-        len_d, base_d, table, workspace, slots, N_PARTS, shape.teams, *_maps(
+        len_d, base_d, table, workspace, slots, parts, shape.teams, *_maps(
             device, k_plane, v_plane, rows,
             [(f.row_bytes(n_kv_heads * head_dim), f.row_bytes(shape.heads * head_dim))
              for f in (k_format, v_format)],
@@ -150,8 +156,14 @@ def attend(
     launch(
         stream, _combine_config(n_heads, n_rows, head_dim, starts_early(device, True)), combine,
         workspace, sinks, out, lse, n_rows, rows, window, counted, len_d, base_d, table, slots,
-        N_PARTS,
+        parts,
     )  # fmt: skip
+
+
+def n_parts(k_format: Format, v_format: Format, head_dim: int, n_kv_heads: int) -> int:
+    """Chunks that hold what a row sees: the fewer, the more blocks share the heads of a key."""
+    row_bytes = max(f.row_bytes(n_kv_heads * head_dim) for f in (k_format, v_format))
+    return N_PARTS // min(max(1, row_bytes // _SLICE), 8)
 
 
 def prepare(
@@ -210,7 +222,9 @@ def _shape(
 
     def shared(heads: int, stages: int) -> int:
         pitches = (_pitch(f.row_bytes(heads * head_dim)) for f in (k_format, v_format))
-        return stages * (STEP * sum(pitches) + 16) + heads * teams * _PLACE + _BLOCK
+        fragments = 512 * sets * (head_dim // 64) if head_dim * sets > 128 else 0
+        warps = heads * teams
+        return stages * (STEP * sum(pitches) + 16) + warps * (_PLACE + fragments) + _BLOCK
 
     # As many heads as three stages have room for, then as many stages.
     choices = [h for h in (8, 4, 2, 1) if n_kv_heads % h == 0 and h * teams <= _WORKERS]
@@ -221,7 +235,7 @@ def _shape(
     return _Shape(sets, teams, heads, stages, -(-wanted // (sets * teams)), used, resident)
 
 
-_PLACE, _BLOCK = 112, 56
+_PLACE, _BLOCK = 128, 64
 """Bytes of Place and Block."""
 
 

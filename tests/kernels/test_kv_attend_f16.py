@@ -64,6 +64,22 @@ def test_long_contexts(stream, length):
     agree(planes, normal(rng, 1, 3, 128), length - 1)
 
 
+def test_planes_with_wide_rows_have_fewer_chunks():
+    for fmt, head_dim, heads, parts in (
+        (F16, 128, 8, 66), (F16, 128, 2, 132), (E4M3, 128, 8, 132), (F16, 128, 32, 16),
+        (F16, 128, 64, 16), (F16, 256, 2, 132), (E4M3, 64, 1, 132),
+    ):  # fmt: skip
+        assert kv_attend_f16.n_parts(fmt, fmt, head_dim, heads) == parts
+
+
+def test_a_negative_scale(stream):
+    planes, rng = filled(stream, 64, 90)
+    q = normal(rng, 2, 4, 64)
+    agree(planes, q, 80, scale=-0.2)
+    agree(planes, q, 80, scale=-0.2, softcap=3.0)
+    agree(planes, q, 80, scale=0.0, window=50)
+
+
 @formats
 def test_sharp_distributions(stream, fmt):
     """Few keys have nearly all the weight."""
