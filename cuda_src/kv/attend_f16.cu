@@ -103,6 +103,7 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
     {
         const Queries queries(n_rows, group, teams_per_head * SETS * SET, table != nullptr);
         if (threadIdx.x == 0) {
+            if (COPY == COPY_BULK && tiled) prefetch_map(k_map), prefetch_map(v_map);
             block.plane = Plane(k_plane, v_plane, len_d, base_d, table, queries.first_row, window,
                                 counted, capacity);
             block.row_k = n_kv_heads * HEAD_K, block.row_v = n_kv_heads * HEAD_V;

@@ -161,9 +161,12 @@ def attend(
 
 
 def n_parts(k_format: Format, v_format: Format, head_dim: int, n_kv_heads: int) -> int:
-    """Chunks that hold what a row sees: the fewer, the more blocks share the heads of a key."""
+    """Chunks that hold what a row sees: the fewer, the more blocks share the heads of a key.
+
+    One more than there are blocks for: only rows that begin within a chunk need it.
+    """
     row_bytes = max(f.row_bytes(n_kv_heads * head_dim) for f in (k_format, v_format))
-    return N_PARTS // min(max(1, row_bytes // _SLICE), 8)
+    return N_PARTS // min(max(1, row_bytes // _SLICE), 8) + 1
 
 
 def prepare(
