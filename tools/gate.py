@@ -121,17 +121,22 @@ FAULTS = (
     Fault(
         "reference-of-the-others", "scores of another query of the warp move a query's reference",
         "cuda_src/common/attend_step.cuh",
-        "    const float old = state.reference;\n    if (highest",
-        "    highest = fmaxf(highest, __shfl_xor_sync(FULL_MASK, highest, 16));\n"
-        "    const float old = state.reference;\n    if (highest",
+        "for (int apart = 4; apart < WARP_LANES; apart *= 2)\n                highest[c]",
+        "for (int apart = 1; apart < WARP_LANES; apart *= 2)\n                highest[c]",
         ("tests/kernels/test_kv_attend_mma.py::test_n_rows_are_n_single_rows",),
     ),
     Fault(
         "masked-by-zero", "a masked key looks like a small weight: infinity times 0 spreads",
         "cuda_src/common/attend_step.cuh",
-        "hide(p[tile], tile, -0.0f);", "hide(p[tile], tile, 0.0f);",
+        "hide(-0.0f);", "hide(0.0f);",
         ("tests/kernels/test_kv_attend_mma.py"
          "::test_one_bad_scale_or_minimum_spoils_its_block_only",),
+    ),
+    Fault(
+        "half-unheeded", "weights of the other half of the keys keep the reference they had",
+        "cuda_src/common/attend_step.cuh",
+        "exp2_whole(half[1] - reference)};", "1.0f};",
+        ("tests/kernels/test_kv_attend_mma.py::test_lengths_around_every_edge",),
     ),
     Fault(
         "rounds-mixed", "rows whose chunks differ are taken together",
