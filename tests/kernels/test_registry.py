@@ -63,6 +63,16 @@ def test_attention_on_tensor_cores_does_not_spill(arch):
         assert (used.spills_bytes, local) == (0, 0), (name, used)
 
 
+@pytest.mark.parametrize("arch", ["sm_75", "sm_89", "sm_100", "sm_120"])
+def test_attention_over_small_floats_compiles(arch):
+    """That it does not spill on sm_80 and sm_90 is on record (``kernel_budgets.json``)."""
+    spec = registry.spec("attend_f16")
+    image = registry.images(arch, [spec])[spec.source]
+    for expression in spec.expressions:
+        used = image.resources[image.entries[expression]]
+        assert used.registers > 0 and used.spills_bytes <= 128, (expression, used)
+
+
 def test_instances_are_named_by_their_fields():
     s = registry.spec("append_kv")
     assert s.expression(k_format="F16", v_format="Q4_0") == "append_kv<F16, Q4_0>"
