@@ -134,7 +134,7 @@ FAULTS = (
     ),
     Fault(
         "half-unheeded", "weights of the other half of the keys keep the reference they had",
-        "cuda_src/common/attend_step.cuh",
+        "cuda_src/common/attend_values.cuh",
         "exp2_whole(half[1] - reference)};", "1.0f};",
         ("tests/kernels/test_kv_attend_mma.py::test_lengths_around_every_edge",),
     ),

@@ -32,43 +32,6 @@ constexpr int WORKERS = 16;
 #endif
 constexpr float LN_2 = 0.6931471805599453f;
 
-// Keys of a chunk of a row that sees so many: at most n_parts chunks, wherever the first begins.
-__device__ __forceinline__ int32_t chunk_keys(int32_t seen, int32_t n_parts) {
-    const uint32_t span = uint32_t(n_parts - 1) * STEP;
-    return seen > 0 ? int32_t((uint32_t(seen) + span - 1) / span) * STEP : STEP;
-}
-
-// Most rows begin at key 0: spares them the division.
-__device__ __forceinline__ int32_t chunk_of(int32_t key, int32_t chunk) {
-    return key == 0 ? 0 : int32_t(uint32_t(key) / uint32_t(chunk));
-}
-
-// The planes and counters of a launch, or of one row of a table, in 32 bits; common/counters.cuh says
-// what they mean. A row r sees the keys [start, end) of seen(r - the row of the view).
-struct Plane {
-    const uint8_t* k;
-    const uint8_t* v;
-    int32_t bound;  // of the keys that the first row sees
-    int32_t base, window, capacity;
-
-    __device__ __forceinline__ Plane(const uint8_t* k_plane, const uint8_t* v_plane,
-                                     const int32_t* len_d, const int32_t* base_d,
-                                     const uint64_t* table, int row, int32_t window,
-                                     int32_t counted, int32_t capacity)
-        : window(window), capacity(capacity) {
-        const RowView view = row_view(k_plane, v_plane, len_d, base_d, table, row);
-        k = view.k, v = view.v;
-        bound = int32_t(view.slot) + 1 - counted, base = int32_t(view.base);
-    }
-    __device__ __forceinline__ int2 seen(int r) const {
-        const int32_t behind = bound + r;
-        const int32_t first = window > 0 && behind > window ? behind - window : 0;
-        const int32_t start = first > base ? first : base;
-        const int32_t end = behind - base < capacity ? behind : base + capacity;
-        return make_int2(start, end > start ? end : start);
-    }
-};
-
 // What a warp needs now and then, in shared memory: registers are scarce.
 struct alignas(16) Place {
     int4 keys;     // [x, y) of this chunk that some query sees, [z, w) that all see
@@ -78,18 +41,6 @@ struct alignas(16) Place {
     Plane plane;
     const uint8_t* k;  // slices of the rows, as if absolute row 0 was there
     const uint8_t* v;
-};
-
-// Where the partial results of a launch lie: f32 [n_rows, n_heads, n_slots, D] weighted sums, then
-// f32 [n_rows, n_heads, n_slots, 2] references (as exponents of 2) and sums of weights.
-template <int D>
-struct Partials {
-    float* sums;
-    float* marks;
-    int32_t n_slots;
-    __device__ __forceinline__ Partials(float* workspace, int32_t n_rows, int32_t n_heads,
-                                        int32_t slots)
-        : sums(workspace), marks(workspace + size_t(n_rows) * n_heads * slots * D), n_slots(slots) {}
 };
 
 // Spares a single row the division.
