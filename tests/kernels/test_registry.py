@@ -71,7 +71,8 @@ def test_attention_over_small_floats_compiles(arch):
     for expression in spec.expressions:
         used = image.resources[image.entries[expression]]
         assert used.registers > 0, expression
-        assert used.spills_bytes <= 128 or arch == "sm_75", (expression, used)  # which does not run it
+        if arch != "sm_75":  # which does not run it
+            assert used.spills_bytes <= 128, (expression, used)
 
 
 def test_instances_are_named_by_their_fields():
