@@ -154,6 +154,7 @@ struct TileQ4_1 {
 struct Activations {
 #if MEMRA_CUDA
     float v[TILE_COLS];
+    Activations() = default;
     __device__ __forceinline__ explicit Activations(const float* p) {
 #pragma unroll
         for (int i = 0; i < TILE_COLS / 4; i++) {
@@ -163,6 +164,7 @@ struct Activations {
     }
 #else
     const float* v;
+    Activations() = default;
     explicit Activations(const float* p) : v(p) {}
 #endif
 };

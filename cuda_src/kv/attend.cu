@@ -33,7 +33,7 @@ constexpr int FEW_RESIDENT = 2;
 template <int DK, int DV, int QT>
 struct AttendShape {
     static constexpr int WIDEST = DK > DV ? DK : DV;
-    static constexpr int TILE = WIDEST <= 128 ? 64 : WIDEST <= 256 ? 32 : 16;
+    static constexpr int TILE = WIDEST <= 64 ? 128 : WIDEST <= 128 ? 64 : WIDEST <= 256 ? 32 : 16;
     static constexpr int PITCH = WIDEST + 4;  // rows of a tile start 4 banks apart
     static constexpr int PARTS = TILE >= 32 ? ATTEND_THREADS / TILE : 8;  // threads that share a dot product
     static constexpr int PART = DK / PARTS;
@@ -56,6 +56,12 @@ struct AttendShape {
     static_assert(WIDEST <= 512 && QT % 4 == 0, "unsupported shape");
     static_assert(TILE_FLOATS >= JOIN_SPLITS * JOINED * (DV + 2), "no room to join");
 };
+
+// Where a position lies in a tile: 0 for all before it, TILE for all behind it.
+template <int TILE>
+__device__ __forceinline__ int in_tile(int position, int tile_key) {
+    return position <= tile_key ? 0 : min(position - tile_key, TILE);
+}
 
 // A tile of keys on its way from memory, one head of D elements each: what one thread holds of it.
 // load() asks for the rows [from, to), store() decodes them into shared memory when they are there.
@@ -113,10 +119,28 @@ struct TileInFlight {
     }
 };
 
-// Where a position lies in a tile: 0 for all before it, TILE for all behind it.
-template <int TILE>
-__device__ __forceinline__ int in_tile(int position, int tile_key) {
-    return position <= tile_key ? 0 : min(position - tile_key, TILE);
+// Keys [start, end) that some query of a block sees; all of them see [shared_start, shared_end).
+struct BlockKeys {
+    int start, shared_start, shared_end, end;
+};
+
+// Of rows [first, last] behind that of the view: the starts and ends of their ranges ascend.
+__device__ __forceinline__ BlockKeys block_keys(const RowView& view, int first, int last, int32_t window,
+                                                int32_t counted, int32_t capacity) {
+    const auto keys = [&](int row) {
+        return key_range({view.k, view.v, view.slot + row, view.base}, window, counted, capacity);
+    };
+    const KeyRange low = keys(first), high = keys(last);
+    return {int(low.start), int(high.start), int(low.end), int(high.end)};
+}
+
+// The same number, of which the compiler knows nothing: what follows from it is worked out where it is
+// needed, not kept in registers that are scarce.
+__device__ __forceinline__ int forget(int x) {
+#if MEMRA_CUDA
+    asm volatile("" : "+r"(x));
+#endif
+    return x;
 }
 
 // Dot products of one key with four queries over D elements.
@@ -162,7 +186,7 @@ __device__ __forceinline__ void score_four(const float* key, const float* query,
 //              a row without keys and sink
 template <int KF, int VF, int DK, int DV, int QT>
 __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESIDENT)
-    attend_partial(const float* __restrict__ q, const uint8_t* NULLABLE k_plane,
+    attend_partial(const float* q, const uint8_t* NULLABLE k_plane,
                    const uint8_t* NULLABLE v_plane, int32_t n_rows, int32_t n_kv_heads,
                    int32_t group, int32_t capacity, int32_t window, int32_t counted, float scale,
                    float softcap, const int32_t* NULLABLE len_d, const int32_t* NULLABLE base_d,
@@ -175,14 +199,13 @@ __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESID
     float* const q_tile = shared + S::Q_AT;
     float* const scores = shared + S::SCORE_AT;  // [PARTS][QT][TILE]; plane 0 becomes the weights
     float* const alphas = shared + S::ALPHA_AT;
-    __shared__ int2 seen[QT + 1];  // keys [x, y) of each query; behind them those of slot 0's row
+    __shared__ int2 seen[QT];      // keys [x, y) of each query
     __shared__ int row_heads[QT];  // row * n_heads + head of each query
-    __shared__ RowView view;       // of the first row
     __shared__ float2 chunk_marks[QT];  // maximum and sum of weights of a chunk
+    __shared__ int slot_zero;           // chunk of slot 0
     __shared__ bool is_last;
 
     admit_successor();
-    await_predecessor();
     const int thread = threadIdx.x;
     const int warp = thread / WARP_LANES;
     const int lane = thread % WARP_LANES;
@@ -205,50 +228,53 @@ __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESID
         const int row = row_of(i);
         return (first_row + row) * n_heads + kv_head * group + (first_query + i - row * group);
     };
-    // The first warp finds out which keys there are while the others fetch q.
+    const int low_row = row_of(0), high_row = row_of(n_queries - 1);
+    const int k_row = n_kv_heads * (DK / BLOCK_ELEMENTS) * block_bytes<KF>();
+    const int v_row = n_kv_heads * (DV / BLOCK_ELEMENTS) * block_bytes<VF>();
+    const int k_column = kv_head * (DK / BLOCK_ELEMENTS) * block_bytes<KF>();
+    const int v_column = kv_head * (DV / BLOCK_ELEMENTS) * block_bytes<VF>();
+    TileInFlight<KF, DK, S::TILE, S::PITCH> k_tile;
+    TileInFlight<VF, DV, S::TILE, S::PITCH> v_tile;
+    // The first tile of a chunk with a key that some query sees.
+    const auto first_tile = [&](const BlockKeys& keys, int chunk) {
+        return max(keys.start & ~(S::TILE - 1), int(chunk_begin(chunk)));
+    };
+
+    await_predecessor();
+    const RowView view = row_view(k_plane, v_plane, len_d, base_d, table, first_row);
 #pragma unroll 1
-    for (int i = thread - WARP_LANES; i >= 0 && i < QT * (DK / 4); i += ATTEND_THREADS - WARP_LANES) {
+    for (int i = thread; i < QT * (DK / 4); i += ATTEND_THREADS) {
         float4 four = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         if (i < n_queries * (DK / 4))
             four = reinterpret_cast<const float4*>(q)[size_t(row_head(i / (DK / 4))) * (DK / 4) +
                                                       i % (DK / 4)];
         reinterpret_cast<float4*>(q_tile)[i] = four;
     }
-    if (thread <= QT) {
-        const bool is_query = thread < n_queries;
-        const int row = first_row + (is_query ? row_of(thread) : 0);
-        const RowView own = row_view(k_plane, v_plane, len_d, base_d, table, row);
-        const KeyRange keys = key_range(own, window, counted, capacity);
-        seen[thread] = is_query || thread == QT ? make_int2(int(keys.start), int(keys.end)) : make_int2(0, 0);
-        if (is_query) row_heads[thread] = row_head(thread);
-        if (thread == QT) view = own;
+    const BlockKeys keys = block_keys(view, low_row, high_row, window, counted, capacity);
+    if (thread < QT) {
+        const int query = min(thread, n_queries - 1), row = row_of(query);
+        const BlockKeys own = block_keys(view, row, row, window, counted, capacity);
+        seen[thread] = thread < n_queries ? make_int2(own.start, own.end) : make_int2(0, 0);
+        row_heads[thread] = row_head(query);
+        if (thread == 0) slot_zero = chunk_of(block_keys(view, 0, 0, window, counted, capacity).start);
     }
-    __syncthreads();
-
-    // The starts and ends of the ranges ascend with the row, so the first and the last query of this
-    // block tell which keys some query sees, and which all of them see.
-    const int key_start = seen[0].x, shared_start = seen[n_queries - 1].x;
-    const int key_end = seen[n_queries - 1].y, shared_end = seen[0].y;
-    const ChunkRange chunks = chunk_range({key_start, key_end});
-    const int slot_zero = chunk_of(seen[QT].x);
-    const int base = int(view.base);
-    const int k_row = n_kv_heads * (DK / BLOCK_ELEMENTS) * block_bytes<KF>();
-    const int v_row = n_kv_heads * (DV / BLOCK_ELEMENTS) * block_bytes<VF>();
-    const uint8_t* k_head = global_pointer(view.k) + kv_head * (DK / BLOCK_ELEMENTS) * block_bytes<KF>();
-    const uint8_t* v_head = global_pointer(view.v) + kv_head * (DV / BLOCK_ELEMENTS) * block_bytes<VF>();
-    const Partials parts = partials_in<DV>(partial, n_rows * n_heads, n_slots);
+    const ChunkRange chunks = chunk_range({keys.start, keys.end});
+    const auto load = [&](int tile_key) {
+        const int from = in_tile<S::TILE>(keys.start, tile_key);
+        const int to = in_tile<S::TILE>(keys.end, tile_key);
+        const int physical = tile_key - int(view.base);
+        k_tile.load(global_pointer(view.k) + k_column, k_row, physical, from, to);
+        v_tile.load(global_pointer(view.v) + v_column, v_row, physical, from, to);
+    };
+    const int first_chunk = chunks.first + int(blockIdx.x);
+    if (first_chunk < chunks.last) load(first_tile(keys, first_chunk));
+    const auto parts = [&] { return partials_in<DV>(partial, n_rows * n_heads, n_slots); };
     // With one chunk there is nothing to join.
     const bool is_whole =
         tickets != nullptr && sinks == nullptr && chunks.last - chunks.first == 1;
 
-    const int score_key = thread % S::TILE;
-    const int score_part = thread / S::TILE;
-    const int quad = thread % (ATTEND_THREADS / HALVES) % S::QUADS;
-    const int half = thread / (ATTEND_THREADS / HALVES);
-    const int split = thread % (ATTEND_THREADS / HALVES) / S::QUADS;
-
 #pragma unroll 1
-    for (int chunk = chunks.first + int(blockIdx.x); chunk < chunks.last; chunk += gridDim.x) {
+    for (int chunk = first_chunk; chunk < chunks.last; chunk += gridDim.x) {
         float maximum[S::WEIGHED];
         float weight_sum[S::WEIGHED];
 #pragma unroll
@@ -258,22 +284,19 @@ __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESID
         for (int o = 0; o < QT / HALVES; o++) sums[o] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 
         // Tiles with a key that any query sees, and of them only those keys, are read.
-        const int chunk_start = int(chunk_begin(chunk));
-        const int stop = int(min(int64_t(key_end), chunk_begin(chunk + 1)));
-        const int begin = max(key_start & ~(S::TILE - 1), chunk_start);
+        const int stop = chunk + 1 < chunks.last ? int(chunk_begin(chunk + 1)) : keys.end;
+        const int begin = first_tile(keys, chunk);
 #pragma unroll 1
         for (int tile_key = begin; tile_key < stop; tile_key += S::TILE) {
-            const int from = in_tile<S::TILE>(key_start, tile_key);
-            const int to = in_tile<S::TILE>(key_end, tile_key);
-            const int physical = tile_key - base;
-            TileInFlight<KF, DK, S::TILE, S::PITCH> k_tile;
-            TileInFlight<VF, DV, S::TILE, S::PITCH> v_tile;
-            k_tile.load(k_head, k_row, physical, from, to);
-            v_tile.load(v_head, v_row, physical, from, to);
+            const int from = in_tile<S::TILE>(keys.start, tile_key);
+            const int to = in_tile<S::TILE>(keys.end, tile_key);
             __syncthreads();  // the tile is free
             k_tile.store(tile, from, to);
             __syncthreads();
 
+            const int scorer = forget(thread);
+            const int score_key = scorer % S::TILE;
+            const int score_part = scorer / S::TILE;
             if (score_part < S::PARTS && score_key >= from && score_key < to) {
                 const float* key = tile + score_key * S::PITCH + score_part * S::PART;
                 const float* query = q_tile + score_part * S::PART;
@@ -290,14 +313,14 @@ __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESID
                 const int i = warp + u * ATTEND_WARPS;
                 if (i >= n_queries) break;
                 constexpr int PER_LANE = (S::TILE + WARP_LANES - 1) / WARP_LANES;
-                const int2 keys = seen[i];
+                const int2 range = seen[i];
                 float score[PER_LANE];
                 float tile_max = -INF_F32;
 #pragma unroll
                 for (int t = 0; t < PER_LANE; t++) {
                     const int key = lane + t * WARP_LANES;
                     score[t] = -INF_F32;
-                    if (key < S::TILE && tile_key + key >= keys.x && tile_key + key < keys.y) {
+                    if (key < S::TILE && tile_key + key >= range.x && tile_key + key < range.y) {
                         float dot = scores[i * S::TILE + key];
 #pragma unroll
                         for (int p = 1; p < S::PARTS; p++)
@@ -323,7 +346,18 @@ __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESID
             }
             v_tile.store(tile, from, to);
             __syncthreads();
+            // The next tile is on its way while this one is summed.
+            int next_chunk = chunk, next_key = tile_key + S::TILE;
+            if (next_key >= stop) {
+                next_chunk += gridDim.x;
+                next_key = first_tile(keys, next_chunk);
+            }
+            if (next_chunk < chunks.last) load(next_key);
 
+            const int me = forget(thread);
+            const int quad = me % (ATTEND_THREADS / HALVES) % S::QUADS;
+            const int half = me / (ATTEND_THREADS / HALVES);
+            const int split = me % (ATTEND_THREADS / HALVES) / S::QUADS;
             if (split < S::SPLITS) {
                 if (tile_key != begin) {
 #pragma unroll
@@ -335,7 +369,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESID
                 }
                 const float* values = tile + split * S::SPLIT * S::PITCH + quad * 4;
                 const float* weights = scores + split * S::SPLIT;
-                if (tile_key >= shared_start && tile_key + S::TILE <= shared_end) {
+                if (tile_key >= keys.shared_start && tile_key + S::TILE <= keys.shared_end) {
 #pragma unroll 1
                     for (int j = 0; j < S::SPLIT; j += 4) {
                         float4 v[4];
@@ -354,30 +388,33 @@ __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESID
                             add_scaled(sums[o], w.w, v[3]);
                         }
                     }
-                } else if (key_start == shared_start && key_end == shared_end) {
-                    const int high = min(to - split * S::SPLIT, S::SPLIT);
-#pragma unroll 4
-                    for (int j = max(from - split * S::SPLIT, 0); j < high; j++) {
-                        const float4 v = *reinterpret_cast<const float4*>(values + j * S::PITCH);
-#pragma unroll
-                        for (int o = 0; o < QT / HALVES; o++) {
-                            const int i = half + HALVES * o;
-                            if (i >= n_queries) break;
-                            add_scaled(sums[o], weights[i * S::TILE + j], v);
-                        }
-                    }
                 } else {
                     const int first_key = tile_key + split * S::SPLIT;
+                    const int low = max(from - split * S::SPLIT, 0);
                     const int high = min(to - split * S::SPLIT, S::SPLIT);
+                    int2 range[QT / HALVES];
+#pragma unroll
+                    for (int o = 0; o < QT / HALVES; o++) {
+                        range[o] = seen[half + HALVES * o];
+                        range[o].x -= first_key, range[o].y -= first_key;
+                    }
 #pragma unroll 1
-                    for (int j = max(from - split * S::SPLIT, 0); j < high; j++) {
-                        const float4 v = *reinterpret_cast<const float4*>(values + j * S::PITCH);
+                    for (int j = low; j < high; j += 4) {
+                        float4 v[4];
+#pragma unroll
+                        for (int t = 0; t < 4; t++)
+                            v[t] = *reinterpret_cast<const float4*>(values + min(j + t, high - 1) * S::PITCH);
 #pragma unroll
                         for (int o = 0; o < QT / HALVES; o++) {
                             const int i = half + HALVES * o;
                             if (i >= n_queries) break;
-                            if (first_key + j >= seen[i].x && first_key + j < seen[i].y)
-                                add_scaled(sums[o], weights[i * S::TILE + j], v);
+                            float w[4];
+#pragma unroll
+                            for (int t = 0; t < 4; t++) w[t] = weights[i * S::TILE + min(j + t, high - 1)];
+#pragma unroll
+                            for (int t = 0; t < 4; t++)
+                                if (j + t < high && j + t >= range[o].x && j + t < range[o].y)
+                                    add_scaled(sums[o], w[t], v[t]);
                         }
                     }
                 }
@@ -386,6 +423,10 @@ __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESID
 
         __syncthreads();  // the last tile of V is free: it takes the sums of the splits
         float4* const split_sums = reinterpret_cast<float4*>(tile);
+        const int me = forget(thread);
+        const int quad = me % (ATTEND_THREADS / HALVES) % S::QUADS;
+        const int half = me / (ATTEND_THREADS / HALVES);
+        const int split = me % (ATTEND_THREADS / HALVES) / S::QUADS;
         if (split < S::SPLITS) {
 #pragma unroll
             for (int o = 0; o < QT / HALVES; o++) {
@@ -403,7 +444,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESID
             if (lane == 0) {
                 chunk_marks[i] = mark;
                 if (!is_whole && slot < n_slots)
-                    parts.marks[size_t(row_heads[i]) * n_slots + slot] = mark;
+                    parts().marks[size_t(row_heads[i]) * n_slots + slot] = mark;
             }
         }
         __syncthreads();
@@ -426,7 +467,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESID
                                         : empty         ? -INF_F32
                                                         : mark.x + logf(mark.y);
             } else if (slot < n_slots) {
-                parts.sums[(size_t(row_heads[i]) * n_slots + slot) * S::QUADS + at % S::QUADS] = sum;
+                parts().sums[(size_t(row_heads[i]) * n_slots + slot) * S::QUADS + at % S::QUADS] = sum;
             }
         }
     }
@@ -448,7 +489,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESID
 #pragma unroll 1
             for (int i = 0; i < n_queries; i += S::JOINED) {
                 join_chunks<DV, S::JOINED, ATTEND_THREADS>(
-                    tile, row_heads + i, min(n_queries - i, S::JOINED), parts, slot_zero,
+                    tile, row_heads + i, min(n_queries - i, S::JOINED), parts(), slot_zero,
                     chunks.first - slot_zero, chunks.last - slot_zero, {sinks, out, lse, n_heads});
                 __syncthreads();  // what it kept in the tile is read
             }

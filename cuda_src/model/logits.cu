@@ -23,7 +23,6 @@ __device__ __forceinline__ Best better(Best a, Best b) {
 //   w        tiles of [n_vocab, 32 * n_blocks]
 //   h, gain  f32 [n_rows, 32 * n_blocks], f32 [32 * n_blocks]
 //   logits   f32 [n_rows, n_vocab]
-//   n_slices  at most 4
 //   values, ids  f32 and i32 [n_rows, n_tiles]: the best logit of each tile of 32
 //   sums     f32 [n_rows, n_tiles] or null: sum of exp(logit - best) over the tile
 template <class Tile>
@@ -31,7 +30,7 @@ __global__ void __launch_bounds__(64, 12)
     logits_rows(const uint8_t* __restrict__ w, const float* h, const float* __restrict__ gain,
                 float* logits, float* values, int32_t* ids, float* NULLABLE sums, int32_t n_rows,
                 int32_t group, int32_t n_vocab, int32_t n_blocks, int32_t slice_blocks, int32_t n_slices,
-                float eps) {
+                float share, float eps) {
     DYN_SMEM(float, gained);
     const int first_out = blockIdx.x * OUTS;
     const int first_row = blockIdx.y * group;
@@ -39,7 +38,7 @@ __global__ void __launch_bounds__(64, 12)
     const int n_outs = min(OUTS, n_vocab - first_out);
     const Cut cut = {n_blocks, slice_blocks, n_slices};
     admit_successor();
-    Product<OUTS, false, Tile> product(w, nullptr, first_out, cut, nullptr);
+    Product<OUTS, 1, false, Tile> product(w, first_out, cut, nullptr, threadIdx.x, blockDim.x);
     // A block reads each activation many times: its gain is applied once, in shared memory.
     const int width = n_blocks * TILE_COLS;
     const float* x = h + size_t(first_row) * width;
@@ -63,15 +62,17 @@ __global__ void __launch_bounds__(64, 12)
         squares[i] = dot32(v.v, v);
     }
     __syncthreads();
-    fold_terms<1>(squares, n_blocks, rows, blockDim.x - 1 - threadIdx.x);
-    product.run(gained, rows, parts, nullptr, nullptr, [] {});
+    product.run(gained, rows, parts, nullptr, [] {});
     __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows * OUTS; i += blockDim.x) {
         const int r = i / OUTS;
         const int out = i % OUTS;
-        const float logit =
-            row_sum<OUTS>(parts, cut, r, out) * row_scale(squares, cut, r, eps);
+        const float* row = squares + r * n_blocks;
+        const float total = sum_of<4>(n_blocks, [&](int i) { return row[i]; });
+        const float scale = 1.0f / sqrtf(total * share + eps);
+        const float* terms = parts + size_t(r) * n_slices * OUTS + out;
+        const float logit = sum_of<4>(n_slices, [&](int i) { return terms[i * OUTS]; }) * scale;
         staged[i] = out < n_outs ? logit : NAN_F32;
         if (out < n_outs) logits[size_t(first_row + r) * n_vocab + first_out + out] = logit;
     }

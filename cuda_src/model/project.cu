@@ -1,7 +1,8 @@
 // A product added to the residual stream: h += W x. The end of both halves of a Llama block.
 #include "common/product.cuh"
 
-constexpr int OUTS = 8;  // 128 bytes of each piece of a tile; many small blocks of threads
+constexpr int OUTS = 8;  // many small blocks of threads
+constexpr int ACROSS = 4;
 
 // grid (ceil(n_out / 8), ceil(n_rows / group)); shared f32 [group, n_slices, 8].
 //   w  tiles of [n_out, 32 * n_blocks], see common/tiles.cuh
@@ -9,7 +10,7 @@ constexpr int OUTS = 8;  // 128 bytes of each piece of a tile; many small blocks
 //   h  f32 [n_rows, n_out], updated in place
 // group rows are taken at a time.
 template <class Tile>
-__global__ void __launch_bounds__(512)
+__global__ void __launch_bounds__(512, 1)
     add_product(const uint8_t* __restrict__ w, const float* x, float* h, int32_t n_rows,
                 int32_t group, int32_t n_out, int32_t n_blocks, int32_t slice_blocks, int32_t n_slices) {
     DYN_SMEM(float, parts);
@@ -18,26 +19,28 @@ __global__ void __launch_bounds__(512)
     const int rows = min(group, n_rows - first_row);
     const Cut cut = {n_blocks, slice_blocks, n_slices};
     admit_successor();
-    Product<OUTS, false, Tile> product(w, nullptr, first_out, cut, nullptr);
+    Product<OUTS, ACROSS, false, Tile> product(w, first_out, cut, nullptr, threadIdx.x, blockDim.x);
 
-    // What is added to is asked for early; an output of a row is one thread's.
-    const int outputs = rows * OUTS;
-    const int mine = threadIdx.x;
-    const int out = first_out + mine % OUTS;
-    float* to = h + size_t(first_row + mine / OUTS) * n_out + out;
+    typedef Sums<OUTS, ACROSS, 4, 4> Adders;
+    const unsigned outputs = rows * OUTS;
+    float* to = nullptr;  // of the output of a number, where its lane writes one
     float before = 0.0f;
-    product.run(x + size_t(first_row) * n_blocks * TILE_COLS, rows, parts, nullptr, nullptr,
-                [&] { if (mine < outputs && out < n_out) before = *to; });
+    const auto take = [&](unsigned number) {
+        const unsigned sum = Adders::sum_at(number);
+        const int out = first_out + sum % OUTS;
+        to = h + size_t(first_row + sum / OUTS) * n_out + out;
+        if (sum >= outputs || out >= n_out || !Adders::leads(number)) to = nullptr;
+        if (to != nullptr) before = *to;
+    };
+    // What is added to is asked for early.
+    product.run(x + size_t(first_row) * n_blocks * TILE_COLS, rows, parts, nullptr,
+                [&] { take(threadIdx.x); });
     __syncthreads();
-    fold_rows<OUTS>(parts, nullptr, cut, rows, rows);
-    __syncthreads();
-    if (mine < outputs && out < n_out) *to = before + row_sum<OUTS>(parts, cut, mine / OUTS, mine % OUTS);
 #pragma unroll 1
-    for (int i = mine + blockDim.x; i < outputs; i += blockDim.x) {
-        const int other = first_out + i % OUTS;
-        if (other < n_out) {
-            float* at = h + size_t(first_row + i / OUTS) * n_out + other;
-            *at = *at + row_sum<OUTS>(parts, cut, i / OUTS, i % OUTS);
-        }
+    for (unsigned number = threadIdx.x; number < Adders::numbers(outputs); number += blockDim.x) {
+        if (number >= blockDim.x) take(number);
+        const unsigned at = min(Adders::sum_at(number), outputs - 1);
+        const float sum = Adders{cut}.output(parts, at / OUTS, at % OUTS);
+        if (to != nullptr) *to = before + sum;
     }
 }

@@ -529,7 +529,7 @@ def _plan(
 def shared_bytes(head_dim: int, head_dim_v: int, queries: int) -> int:
     """Dynamic shared memory of ``attend_partial``: AttendShape::FLOATS of the source."""
     widest = max(head_dim, head_dim_v)
-    tile = 64 if widest <= 128 else 32 if widest <= 256 else 16
+    tile = 128 if widest <= 64 else 64 if widest <= 128 else 32 if widest <= 256 else 16
     fits = min(_THREADS // 2 // (head_dim_v // 4), tile // 4)
     splits = next(s for s in (8, 4, 2, 1) if fits >= s)
     tile_floats = max(tile * (widest + 4), splits * queries * head_dim_v)

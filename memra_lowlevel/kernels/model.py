@@ -134,7 +134,7 @@ _SHARED_BYTES = 48 << 10
 _FEW, _TILE = 8, 32  # outputs of a block of threads
 #: Most slices of the columns: as many threads as a block has room for, but for the logits, where
 #: the matrix is large and few blocks must be enough to fill a device.
-_SLICES = {"add_product": 64, "gate_up_rows": 32, "qkv_rows": 18, "logits_rows": 2}
+_SLICES = {"add_product": 64, "gate_up_rows": 20, "qkv_rows": 18, "logits_rows": 2}
 
 
 class KvRows(Protocol):
@@ -284,7 +284,7 @@ def qkv_rows(
         stream, cut.config, kernel,
         matrix.tiles, h, gain, angles, positions, q, plane.k, plane.v, plane.len_d, plane.base_d,
         n_rows, cut.group, column, q_dim, kv_dim, head_dim, 2 * angles.shape[1], angles.shape[0],
-        plane.rows, cut.n_blocks, cut.slice_blocks, cut.n_slices, eps,
+        plane.rows, cut.n_blocks, cut.slice_blocks, cut.n_slices, cut.share, eps,
     )  # fmt: skip
 
 
@@ -353,7 +353,7 @@ def gate_up_rows(
         stream, cut.config,
         _kernel(stream.device, "gate_up_rows", gate=gate.tile, up=up.tile),
         gate.tiles, up.tiles, h, gain, out, n_rows, cut.group, gate.n_out, cut.n_blocks,
-        cut.slice_blocks, cut.n_slices, eps,
+        cut.slice_blocks, cut.n_slices, cut.share, eps,
     )  # fmt: skip
 
 
@@ -396,7 +396,7 @@ def logits_rows(
     launch(
         stream, cut.config, _kernel(stream.device, "logits_rows", tile=matrix.tile),
         matrix.tiles, h, gain, logits, values, ids, sums, n_rows, cut.group, matrix.n_out,
-        cut.n_blocks, cut.slice_blocks, cut.n_slices, eps,
+        cut.n_blocks, cut.slice_blocks, cut.n_slices, cut.share, eps,
     )  # fmt: skip
 
 
@@ -467,18 +467,23 @@ class _Cut:
         self, device: Device, kernel: str, matrix: TiledMatrix, n_rows: int, programmatic: bool
     ) -> None:
         self.n_blocks = matrix.n_in // 32
+        self.share = 1.0 / matrix.n_in  # of a column in a mean
         self.slice_blocks = slice_blocks(matrix.n_in, _SLICES[kernel])
         n_slices = self.n_slices = -(-self.n_blocks // self.slice_blocks)
-        # outputs, shared floats per row, threads for the squares of a norm
-        outs, floats, squares = {
-            "add_product": (_FEW, n_slices * _FEW, 0),
-            "gate_up_rows": (_FEW, n_slices * 2 * _FEW + self.n_blocks, 32),
-            "qkv_rows": (_TILE, _TILE + n_slices * _TILE + self.n_blocks, 32),
-            "logits_rows": (_TILE, matrix.n_in + _TILE + n_slices * _TILE + self.n_blocks, 0),
-        }[kernel]
+        # outputs, slices of a warp, products, shared floats per row
+        outs, across, products, floats = {
+            "add_product": (_FEW, 4, 1, n_slices * _FEW),
+            "gate_up_rows": (_FEW, 4, 2, n_slices * (2 * _FEW + 1)),
+            "qkv_rows": (_TILE, 2, 1, _TILE + n_slices * (_TILE + 1)),
+            "logits_rows": (
+                _TILE, 1, 1, matrix.n_in + _TILE + n_slices * _TILE + self.n_blocks
+            ),
+        }[kernel]  # fmt: skip
         self.group = max(1, min(n_rows, _SHARED_BYTES // (4 * floats)))
-        # A unit per thread where threads run side by side; on the host each costs its barriers.
-        threads = -(-n_slices * outs // 32) * 32 + squares if device.kind == "cuda" else 32
+        # A unit per thread where threads run side by side, and whole warps; on the host each thread
+        # costs its barriers.
+        units = -(-n_slices // across) * across * outs
+        threads = products * units if device.kind == "cuda" else 32
         self.config = LaunchConfig(
             (-(-matrix.n_out // outs), -(-n_rows // self.group), 1),
             (threads, 1, 1),
