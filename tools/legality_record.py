@@ -17,6 +17,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -72,11 +73,21 @@ def record(kind: str, timeout_s: float, jobs: int = 1) -> list[dict[str, Any]]:
         return [one for part in parts for one in part]
 
 
+MOST_REFUSALS, REST_S = 5, 3.0
+
+
+def found_no_room(err: str) -> bool:
+    """Whether a child ended because the device had no memory for a context: that is no answer."""
+    last = err.strip().splitlines()[-1:] or [""]
+    return "OutOfMemory: cuDevicePrimaryCtxRetain" in last[0]
+
+
 def _record(kind: str, timeout_s: float, first: int, behind: int) -> list[dict[str, Any]]:
     """Run the cases ``[first, behind)`` in children, one after the other."""
     from memra_lowlevel.driver.legality_cases import CASES
 
     records: list[dict[str, Any]] = []
+    refused = 0
     while (at := first + len(records)) < behind:
         command = [
             sys.executable, __file__, "--child", str(at), "--behind", str(behind),
@@ -95,6 +106,12 @@ def _record(kind: str, timeout_s: float, first: int, behind: int) -> list[dict[s
         records += [line for line in lines if "answers" in line]
         at = first + len(records)
         if at < behind:
+            if found_no_room(err) and (refused := refused + 1) < MOST_REFUSALS:
+                print(
+                    f"{CASES[at].id}: no context for it beside others; once more", file=sys.stderr
+                )
+                time.sleep(REST_S)
+                continue
             if not lines or "ended with 1" in how:
                 raise SystemExit(f"the child failed: {how}\n{err}")
             print(f"{CASES[at].id}: {how}\n{err[-2000:]}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -158,3 +159,30 @@ def test_the_recorder_writes_what_it_saw(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert "gone: gone" in pruned.stdout and out.read_text() == text
+
+
+def test_no_room_for_a_context_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside other programs a device can be full for a moment: asked again, a few times."""
+    spec = importlib.util.spec_from_file_location(
+        "legality_record", ROOT / "tools" / "legality_record.py"
+    )
+    assert spec and spec.loader
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    full = "memra_lowlevel.errors.OutOfMemory: cuDevicePrimaryCtxRetain (from x): no memory is left"
+    real, calls = subprocess.run, []
+
+    def run(command: list[str], **how: Any) -> subprocess.CompletedProcess[str]:
+        calls.append(command)
+        if len(calls) <= n_full:
+            return subprocess.CompletedProcess(command, 1, "", f"Traceback\n{full}\n")
+        return real(command, **how)
+
+    monkeypatch.setattr(tool.subprocess, "run", run)
+    monkeypatch.setattr(tool, "REST_S", 0.0)
+    n_full = 2
+    assert len(tool._record("host", 60.0, 0, 3)) == 3 and len(calls) == 3
+    n_full, calls = 9, []
+    with pytest.raises(SystemExit, match="no memory is left"):
+        tool._record("host", 60.0, 0, 3)
+    assert len(calls) == tool.MOST_REFUSALS
