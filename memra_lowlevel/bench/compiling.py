@@ -70,6 +70,7 @@ def default_set() -> list[KernelSpec]:
     """Kernels of a decoder of ordinary layers: six pairs of formats, three head sizes, the model's.
 
     More than is registered to be compiled ahead of time: a program uses one or two of the pairs.
+    As from sm_80 on: the general attention kernel only where none of tensor cores does the work.
     """
     from ..kernels import registry
 
@@ -78,7 +79,9 @@ def default_set() -> list[KernelSpec]:
         pair: dict[str, object] = {"k_format": k, "v_format": v}
         more["append_kv"].append(pair)
         more["attend_partial"] += [
-            {**pair, "head_dim": d, "head_dim_v": d, "queries": 4} for d in HEAD_DIMS
+            {**pair, "head_dim": d, "head_dim_v": d, "queries": 4}
+            for d in HEAD_DIMS
+            if not _on_tensor_cores(k, v, d)
         ]
     specs = [
         s for s in registry.all_specs() if s.source.split("/")[0] in ("kv", "model", "speculative")
@@ -87,6 +90,12 @@ def default_set() -> list[KernelSpec]:
         replace(s, instances=(*s.instances, *more.get(s.name, ()))) if s.name in more else s
         for s in specs
     ]
+
+
+def _on_tensor_cores(k: str, v: str, head_dim: int) -> bool:
+    """Whether an attention kernel of its own does this pair (:func:`.kv_attend.choose`)."""
+    small = {"F16", "BF16", "E4M3"}
+    return (k, v) == ("Q8_0", "Q5_1") or ({k, v} <= small and not (k == "BF16" and head_dim > 128))
 
 
 _CORES = "2"
