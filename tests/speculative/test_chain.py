@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 from spec_rig import PROMPT, Rig
 
+from memra_lowlevel import Device
 from memra_lowlevel.cache import KvLayer, KvRing
+from memra_lowlevel.driver.host import host_options
 from memra_lowlevel.errors import (
     ArgumentError,
     CapacityExceeded,
@@ -14,6 +16,7 @@ from memra_lowlevel.errors import (
     RewindRefused,
     RingLapped,
     TokenError,
+    UninitialisedRead,
 )
 from memra_lowlevel.graph import verify_counters
 from memra_lowlevel.speculative import ChainIo, DraftChain
@@ -46,6 +49,15 @@ class Toy:
         self.layer.append(stream, self.k, self.v)
         self.layer.attend(stream, self.q, self.out)
         self.io.tok_d.view(0, (1,), np.int32).copy_from(stream, self.io.pos_d)
+
+    def hold(self, n):
+        """Bring the planes to n rows and write them all: attention reads what the length says."""
+        rows = np.random.default_rng(1).normal(size=(2, n, HEAD)).astype(np.float32)
+        self.layer.set_len(self.stream, 0)
+        if n:
+            k, v = (self.device.from_numpy(x, self.stream) for x in rows)
+            self.layer.append(self.stream, k, v)
+        self.layer.set_len(self.stream, n)
 
     def drafts(self, k):
         self.io.download(self.stream)
@@ -101,13 +113,19 @@ def usable(device, stream):
     exec_.close()
 
 
-@pytest.mark.parametrize("warmups", [0, 1, 3])
-def test_capture_leaves_the_counters_alone(device, stream, warmups):
+@pytest.fixture
+def checked():
+    """A device and a stream in check mode, where reading a row that nobody wrote is an error."""
+    with host_options(check=True), Device("host:2") as device, device.stream() as stream:
+        yield device, stream
+
+
+def counters_follow_the_rows(device, stream, warmups):
     toy = Toy(device, stream, warmups=warmups)
     assert toy.layer.len == 0 == toy.layer.len_d.to_numpy(stream)[0]
     address = toy.layer.len_d.ptr
     for start in (0, 5):
-        toy.layer.set_len(stream, start)
+        toy.hold(start)
         toy.io.begin(stream, [7], start)
         toy.chain.replay(stream, 4)
         assert toy.layer.len == start + 4 and toy.layer.len_d.ptr == address
@@ -116,6 +134,28 @@ def test_capture_leaves_the_counters_alone(device, stream, warmups):
         toy.chain.rewind(stream, start + 1)
         verify_counters(stream, [toy.layer.lengths.counter])
     assert toy.chain.exec.n_launches == 8 and toy.chain.exec.n_updates == 0
+
+
+@pytest.mark.parametrize("warmups", [0, 1, 3])
+def test_capture_leaves_the_counters_alone(device, stream, warmups):
+    counters_follow_the_rows(device, stream, warmups)
+
+
+@pytest.mark.parametrize("warmups", [0, 1])
+def test_the_chain_reads_only_what_was_written(checked, warmups):
+    counters_follow_the_rows(*checked, warmups)
+
+
+def test_a_length_beyond_the_rows_is_found_in_check_mode(checked):
+    """The gate of the test above: one row that the length counts and nobody wrote."""
+    device, stream = checked
+    toy = Toy(device, stream)
+    toy.hold(5)
+    toy.layer.set_len(stream, 6)
+    toy.io.begin(stream, [7], 6)
+    toy.chain.replay(stream, 1)
+    with pytest.raises(UninitialisedRead, match=r"attend_partial.*'kv planes'"):
+        toy.drafts(1)
 
 
 def test_known_tokens_are_fed_first(device, stream):
@@ -174,7 +214,7 @@ def test_refusals(device, stream):
 
 def test_a_body_that_allocates_is_refused(device, stream):
     toy = Toy(device, stream)
-    toy.layer.set_len(stream, 3)
+    toy.hold(3)
 
     def greedy(stream):
         toy.body(stream)
@@ -195,9 +235,9 @@ def test_full_planes_refuse_a_capture(device, stream):
     usable(device, stream)
 
 
-def test_headroom_before_replay(device, stream):
+def headroom_before_replay(device, stream):
     toy = Toy(device, stream, ring=KvRing(48, 8, slack=0), window=8, max_ctx=500)
-    toy.layer.set_len(stream, 46)
+    toy.hold(46)
     toy.io.begin(stream, [1], 46)
     with pytest.raises(RingLapped, match="prepare_kv_append"):
         toy.chain.replay(stream, 3)
@@ -206,6 +246,14 @@ def test_headroom_before_replay(device, stream):
     toy.chain.replay(stream, 3)
     assert toy.layer.len == 49 == toy.layer.len_d.to_numpy(stream)[0]
     assert toy.drafts(3) == [46, 47, 48]
+
+
+def test_headroom_before_replay(device, stream):
+    headroom_before_replay(device, stream)
+
+
+def test_a_rebase_moves_only_what_was_written(checked):
+    headroom_before_replay(*checked)
 
 
 def test_two_chains_do_not_disturb_each_other(device, stream):
