@@ -26,6 +26,7 @@ from .geometry import MAX_ROWS, TAIL_PAD_BYTES, KvGeometry
 from .one_length import OneLength
 from .planes import Lengths, Workspace
 from .ring import KvRing
+from .turned import check_turn, turned_k
 
 if TYPE_CHECKING:
     from ..graph import GraphExec
@@ -140,7 +141,8 @@ class KvLayer(OneLength):
             Makes the planes a ring; its window must be ``window``.
         check : bool, optional
             Refuse rows that are not finite, by name, before an eager append (it waits for the
-            stream). Default: on the host device. Otherwise only their blocks are poisoned.
+            stream); K as a ``turn`` leaves it. Default: on the host device. Otherwise only their
+            blocks are poisoned.
 
         Raises
         ------
@@ -219,7 +221,7 @@ class KvLayer(OneLength):
         ------
         ArgumentError
             A buffer of another shape, a table of angles that ends before ``max_ctx``, ``q``
-            without a ``turn``.
+            without a ``turn``, or in memory that the same launch reads.
         CapacityExceeded
             ``len + n`` is more than the plane holds.
         RingLapped
@@ -233,11 +235,11 @@ class KvLayer(OneLength):
                 f"{self.name}.append: k has {n} rows, v has {v.shape[0]}",
                 kernel="append_kv", index=1, name="v", expected=f"{n} rows", got=str(v.shape[0]),
             )  # fmt: skip
-        self._check_turn(turn, q)
+        check_turn(f"{self.name}.append", turn, k, v, q, self.max_ctx)
         self.reserve(stream, n)
-        if self.check and stream.recording is None:
-            self._check_finite(stream, k, v)
         try:
+            if self.check and stream.recording is None and n:
+                self._check_finite(stream, k, v, turn)
             if turn is None:
                 kv_append.append(
                     stream, k, v, self.k, self.v, self.len_d,
@@ -509,28 +511,21 @@ class KvLayer(OneLength):
             ring=self.base_d is not None,
         )  # fmt: skip
 
-    def _check_finite(self, stream: Stream, k: Buffer, v: Buffer) -> None:
+    def _check_finite(self, stream: Stream, k: Buffer, v: Buffer, turn: HeadTurn | None) -> None:
+        if turn is not None:
+            k = turned_k(stream, k, v, turn, self.len_d, self.n_kv_heads)
         self._fault.fill(stream, 0)
         kv_append.check_finite(
             stream, k, v, k_format=self.k_format, v_format=self.v_format, fault=self._fault
         )
-        kv_append.raise_if_faulty(
-            stream, self._fault, self.kv_dim_k, self.kv_dim_v, head_dim=self.head_dim_k,
-            name=self.name,
-        )  # fmt: skip
-
-    def _check_turn(self, turn: HeadTurn | None, q: Buffer | None) -> None:
-        who = f"{self.name}.append"
-        if turn is None:
-            if q is not None:
-                raise expect.refusal(f"{who}: q", q, "no q without a turn")
-            return
-        expect.kind(f"{who}: turn", turn, HeadTurn, "a HeadTurn")
-        if turn.angles is not None and turn.angles.shape[0] < self.max_ctx:
-            raise expect.refusal(
-                f"{who}: angles of {turn.angles.shape[0]} positions", turn.angles,
-                f"a table of at least max_ctx = {self.max_ctx} positions",
-            )  # fmt: skip
+        try:
+            kv_append.raise_if_faulty(
+                stream, self._fault, self.kv_dim_k, self.kv_dim_v, head_dim=self.head_dim_k
+            )
+        except ArgumentError as error:
+            if turn is not None and error.name == "k":
+                error.args = (f"{error}; k as the turn's norm and angles leave it",)
+            raise
 
     def _rows_of(self, name: str, rows: Buffer, width: int) -> int:
         expect.kind(f"{self.name}.append: {name}", rows, Buffer, "a Buffer")
