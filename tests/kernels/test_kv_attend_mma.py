@@ -1,5 +1,6 @@
 """Attention on tensor cores: against float64, and bit for bit between ways to compute the same."""
 
+import attend_bits
 import numpy as np
 import pytest
 from rig import Planes, error, normal, reference, same
@@ -202,27 +203,11 @@ def test_a_ring_equals_a_flat_plane(stream):
 
 
 def test_a_window_equals_masking(stream):
-    """Keys outside the window have no influence: a plane in which they are poison agrees."""
-    planes, rng = filled(stream, 128, 300)
-    q = normal(rng, 3, 4, 128)
-    planes.set_len(280)
-    plain = planes.attend(q, window=100, **MMA)
-    rows = np.full((181, 256), np.nan, np.float32)
-    planes.load(rows, rows)  # keys below the first window
-    planes.load(rows[:10], rows[:10], first=283)  # and behind the last row
-    assert same(planes.attend(q, window=100, **MMA), plain)
+    attend_bits.a_window_equals_masking(*filled(stream, 128, 300), "mma")
 
 
 def test_a_poisoned_key_stays_with_the_rows_that_see_it(stream):
-    planes, rng = filled(stream, 128, 200)
-    q = normal(rng, 8, 4, 128)
-    planes.set_len(100)
-    clean = planes.attend(q, **MMA)
-    poison = np.full((1, 256), np.nan, np.float32)
-    planes.load(poison, poison, first=104)
-    spoiled = planes.attend(q, **MMA)
-    assert same(spoiled[:4], clean[:4])
-    assert np.isnan(spoiled[4:]).all()
+    attend_bits.a_poisoned_key_stays_with_the_rows_that_see_it(*filled(stream, 128, 200), "mma")
 
 
 @pytest.mark.parametrize("field", [0, 2])
@@ -242,15 +227,7 @@ def test_one_bad_scale_or_minimum_spoils_its_block_only(stream, field):
 
 def test_workspace_content_is_irrelevant(stream):
     planes, rng = filled(stream, 64, 200)
-    q = normal(rng, 2, 8, 64)
-    planes.set_len(150)
-    size = kv_attend.workspace_bytes(stream.device, 2, 8, 64, 200, kernel="mma")
-    outs = []
-    for byte in (0xFF, 0x00, 0x7F, 0x3F):
-        workspace = stream.device.alloc(size, stream)
-        workspace.fill(stream, byte)
-        outs.append(planes.attend(q, workspace=workspace, **MMA))
-    assert all(same(outs[0], other) for other in outs[1:])
+    attend_bits.workspace_content_is_irrelevant(planes, normal(rng, 2, 8, 64), "mma")
 
 
 def test_capacity_changes_no_bit(stream):
@@ -264,40 +241,13 @@ def test_capacity_changes_no_bit(stream):
 
 def test_keys_beyond_the_capacity_are_never_read(stream):
     planes, rng = filled(stream, 64, 100)
-    q = normal(rng, 1, 4, 64)
-    planes.set_len(99)
-    full = planes.attend(q, **MMA)
-    planes.set_len(5000)  # a counter that ran away
-    assert same(planes.attend(q, **MMA), full)
+    attend_bits.keys_beyond_the_capacity_are_never_read(planes, normal(rng, 1, 4, 64), "mma")
 
 
 def test_a_replay_equals_eager_launches(stream):
     planes, rng = filled(stream, 128, 200)
-    q, out, again = normal(rng, 2, 4, 128), [], []
-    size = kv_attend.workspace_bytes(stream.device, 2, 4, 128, 200, kernel="mma")
-    queries = planes.upload(q)
-    workspace = planes.poisoned(size).view(0, (size // 4,), np.float32)
-    result = planes.poisoned(2 * 4 * 128 * 4).view(0, (2, 4, 128), np.float32)
-
-    def attend():
-        kv_attend.attend(
-            stream, queries, planes.k, planes.v, result, len_d=planes.len_d, k_format=Q8_0,
-            v_format=Q5_1, rows=200, n_kv_heads=2, head_dim=128, workspace=workspace, **MMA,
-        )  # fmt: skip
-
     kv_attend_mma.prepare(stream.device, 128, 2, n_queries=4)
-    with stream.capture("step") as graph:
-        attend()
-    step = graph.instantiate()
-    for length in (3, 90, 198):
-        planes.set_len(length)
-        attend()
-        out.append(result.to_numpy(stream))
-        step.launch(stream)
-        again.append(result.to_numpy(stream))
-    step.close()
-    assert all(same(a, b) for a, b in zip(out, again, strict=True))
-    assert not same(out[0], out[1])
+    attend_bits.a_replay_equals_eager_launches(planes, normal(rng, 2, 4, 128), "mma")
 
 
 @pytest.mark.parametrize("order", ["reverse", "random"])
