@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("files", nargs=2, type=Path, metavar="FILE", help="result files")
     parser.add_argument(
-        "--bound", type=float, default=BOUND, metavar="PART",
+        "--bound", type=_bound, default=BOUND, metavar="PART",
         help=f"largest difference, as a part of the smaller ratio (default {BOUND})",
     )  # fmt: skip
     args = parser.parse_args(argv)
@@ -141,8 +141,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{pair.what:<56} over {pair.over:<24} {pair.first:7.3f} {pair.second:7.3f} "
             f"{pair.difference:7.1%}"
         )
-    print(f"agree: {len(pairs)} ratios compared, {len(apart)} differ by more than {args.bound:.1%}")
+    alone = len(_ratios(first.rows)) + len(_ratios(second.rows)) - 2 * len(pairs)
+    print(
+        f"agree: {len(pairs)} ratios compared, {len(apart)} differ by more than {args.bound:.1%}"
+        + (f"; {alone} stand in one file only" if alone else "")
+    )
     return 1 if apart else 0
+
+
+def _bound(text: str) -> float:
+    try:
+        bound = float(text)
+    except ValueError:
+        bound = math.nan
+    if not 0 <= bound < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no part of a ratio; give a number of at least 0"
+        )
+    return bound
 
 
 if __name__ == "__main__":

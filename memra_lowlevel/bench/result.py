@@ -260,17 +260,23 @@ def load(path: Path) -> Result:
     """
     try:
         body = json.loads(path.read_text())
-        about, raw = dict(body["environment"]), list(body["rows"])
-        known = {f.name for f in fields(Row)}
-        rows = [Row(**{k: v for k, v in data.items() if k in known}) for data in raw]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        about = {**body["environment"]}
+        rows = [_row(_expect(data, dict, "a row")) for data in _expect(body["rows"], list, "rows")]
+        notes = _expect(body.get("notes", []), list, "notes")
+        items = _expect(body.get("items", {}), dict, "items")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, ArgumentError) as error:
         raise ArgumentError(f"{path} is no result file ({error!r})", name="path") from error
     problems = []
+    if body.get("format") != FORMAT:
+        problems.append(f"its format is {body.get('format')!r}, this version reads {FORMAT}")
     if body.get("seal") != _seal(body):
         problems.append("its seal is broken: it was not written by a benchmark as it stands")
     for name in _REQUIRED:
         if name not in about:
             problems.append(f"its environment lacks {name!r}")
+    if not isinstance(about.setdefault("families", {}), dict):
+        problems.append(f"its families are {about['families']!r}")
+        about["families"] = {}
     names = [row.what for row in rows]
     if twice := {name for name in names if names.count(name) > 1}:
         problems.append(f"rows named twice: {sorted(twice)}")
@@ -283,11 +289,32 @@ def load(path: Path) -> Result:
         path,
         about,
         rows,
-        list(body.get("notes", [])),
-        body.get("items", {}),
+        notes,
+        items,
         problems,
         str(body.get("seal", "")),
     )
+
+
+def _row(data: dict[str, Any]) -> Row:
+    """Make a row of what a file says, whose values have the kinds that a row has."""
+    row = Row(**{f.name: data[f.name] for f in fields(Row) if f.name in data})
+    for name in ("what", "unit", "note", "group", "work"):
+        _expect(getattr(row, name), str, name)
+    for name in ("peer", "baseline"):
+        _expect(getattr(row, name), str | None, name)
+    for sample in _expect(row.samples, list, "samples"):
+        _expect(sample, int | float, "a sample")
+    for name in ("floor", "goal"):
+        _expect(getattr(row, name), int | float | None, name)
+    _expect(_expect(row.extra, dict, "extra").get("over_one_row", 1.0), int | float, "over_one_row")
+    return row
+
+
+def _expect(value: Any, kind: Any, name: str) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is {value!r}"[:80])
+    return value
 
 
 def _seal(body: Mapping[str, Any]) -> str:

@@ -1,11 +1,12 @@
 """Two runs agree when their ratios do; a run is never compared with itself or with other code."""
 
+import json
 import math
 
 import pytest
 from synthetic import write
 
-from memra_lowlevel.bench import agree, sources, tables
+from memra_lowlevel.bench import agree, result, sources, tables
 from memra_lowlevel.bench.agree import Pair
 from memra_lowlevel.bench.result import Row
 
@@ -19,6 +20,14 @@ def sources_hold_still(monkeypatch):
 def both(tmp_path, scale, **about):
     first = write(tmp_path / "first.json")
     return [str(first), str(write(tmp_path / "second.json", scale, **about))]
+
+
+def sealed(path, change):
+    """Change a file as a benchmark of another kind would have written it."""
+    body = json.loads(path.read_text())
+    change(body)
+    body["seal"] = result._seal(body)
+    path.write_text(json.dumps(body))
 
 
 def test_within_the_bound(tmp_path, capsys):
@@ -62,6 +71,24 @@ def test_what_cannot_be_compared(tmp_path, capsys):
 
     assert "the same run" in refused(first, first)
     assert "no result file" in refused(first, str(tmp_path / "gone.json"))
+    odd = tmp_path / "odd.json"
+    for text in ("", "[]", "[" * 100_000, '{"environment": {}, "rows": [1]}', "\0"):
+        odd.write_text(text)
+        assert f"{odd} is no result file" in refused(first, str(odd))
+    for change in (
+        {"what": ["a"]}, {"group": ["a"]}, {"samples": []}, {"samples": "abc"}, {"samples": ["a"]},
+        {"samples": [None]}, {"floor": "low"}, {"baseline": [1]}, {"extra": 5},
+        {"extra": {"over_one_row": "x"}},
+    ):  # fmt: skip
+        write(odd)
+        sealed(odd, lambda body, change=change: body["rows"][0].update(change))
+        assert f"{odd} is no result file" in refused(first, str(odd)), change
+    for families in (None, []):
+        write(odd, families=families)
+        assert f"its families are {families}" in refused(first, str(odd))
+    write(odd)
+    sealed(odd, lambda body: body.update(format=2))
+    assert "its format is 2, this version reads 1" in refused(first, str(odd))
     write(tmp_path / "second.json", device="Another (cuda:0)")
     assert "one kind of device" in refused(first, second)
     write(tmp_path / "second.json", families={**sources.digests(), "attend": "other"})
@@ -69,6 +96,22 @@ def test_what_cannot_be_compared(tmp_path, capsys):
     path = tmp_path / "second.json"
     path.write_text(path.read_text().replace('"passed": 7', '"passed": 8'))
     assert "seal" in refused(first, second)
+
+
+def test_rows_of_one_run_only_are_counted(tmp_path, capsys):
+    first, second = both(tmp_path, 1.01)
+    sealed(tmp_path / "second.json", lambda body: body["rows"].pop(0))
+    assert agree.main([first, second]) == 0
+    assert "2 ratios compared" in (said := capsys.readouterr().out)
+    assert said.endswith("; 1 stand in one file only\n")
+
+
+@pytest.mark.parametrize("bound", ["nan", "-0.01", "inf", "much"])
+def test_what_is_no_bound(tmp_path, capsys, bound):
+    with pytest.raises(SystemExit) as ended:
+        agree.main([*both(tmp_path, 1.01), f"--bound={bound}"])
+    assert ended.value.code == 2
+    assert f"'{bound}' is no part of a ratio" in capsys.readouterr().err
 
 
 def test_a_table_for_the_documents(tmp_path):
