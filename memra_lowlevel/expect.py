@@ -68,8 +68,11 @@ def integer(what: str, value: Any, low: int | None = None, high: int | None = _I
             raise refusal(what, value, "an integer") from None
     if (low is not None and value < low) or (high is not None and value > high):
         # The sizes of this library are 64-bit; a larger number would lose its upper bits below.
-        lowest = "" if low is None else str(low)
-        raise refusal(what, value, f"an integer in {lowest} … {'' if high is None else high}")
+        if high is None:
+            raise refusal(what, value, f"an integer of at least {low}")
+        if low is None:
+            raise refusal(what, value, f"an integer of at most {high}")
+        raise refusal(what, value, f"an integer in {low} … {high}")
     return int(value)
 
 

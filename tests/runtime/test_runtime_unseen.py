@@ -47,8 +47,9 @@ def test_silence_where_somebody_waited(device, last):
 
 
 def test_a_forked_child_is_silent(device):
-    said = ends(device, "import os, warnings\nwarnings.simplefilter('ignore')\ngo()\nif os.fork() == 0: sys.exit(0)\nos.wait(); stream.sync()")
-    assert said == ""
+    quiet = "import os, warnings\nwarnings.simplefilter('ignore')\n"
+    fork = "go()\nif os.fork() == 0: sys.exit(0)\nos.wait(); stream.sync()"
+    assert ends(device, quiet + fork) == ""
 
 
 def test_a_failure_of_the_host_device_is_told():

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memra_lowlevel import LaunchConfig, Stream, compile_source, errors, launch
+from memra_lowlevel import LaunchConfig, Stream, compile_source, errors, expect, launch
 
 SOURCE = '#include "common/device.cuh"\nKERNEL void put(const float* x, float* y) { *y = *x; }\n'
 
@@ -30,6 +30,14 @@ def test_the_key_of_a_mapping_is_named(
 ) -> None:
     with pytest.raises(errors.ArgumentError, match=words):
         launch(stream, config, put, None, None)
+
+
+def test_ranges_with_one_end_read_as_such() -> None:
+    for value, low, high, words in (
+        (-1, 0, None, "of at least 0"), (4, None, 3, "of at most 3"), (4, 0, 3, "in 0 … 3"),
+    ):  # fmt: skip
+        with pytest.raises(errors.ArgumentError, match=rf"Expected an integer {words}\.$"):
+            expect.integer("n", value, low, high)
 
 
 def test_extents_and_shapes(device: Any, stream: Any) -> None:
