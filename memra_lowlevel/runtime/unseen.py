@@ -19,6 +19,7 @@ __all__ = ["notes", "tell"]
 
 log = logging.getLogger("memra_lowlevel")
 _process = os.getpid()
+_SHOWN = 5  # streams that a line names
 
 
 def notes() -> list[str]:
@@ -33,7 +34,10 @@ def notes() -> list[str]:
             if len(errors) > 1:
                 text += f" ({len(errors) - 1} more operations failed)"
         elif names:
-            text = f"nobody waited for the last work on {', '.join(names)}; if it fails, none hears"
+            shown = ", ".join(names[:_SHOWN])
+            if len(names) > _SHOWN:
+                shown += f" and {len(names) - _SHOWN} more"
+            text = f"nobody waited for the last work on {shown}; if it fails, none hears"
         else:
             continue
         found.append(

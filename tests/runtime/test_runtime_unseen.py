@@ -36,6 +36,15 @@ def test_work_that_nobody_waited_for(device):
     assert "with Device() as device" in said
 
 
+def test_of_many_streams_some_are_named(device):
+    said = ends(
+        device,
+        "stream.sync(); many = [device.stream(name=f's{i}') for i in range(30)]\n"
+        "for s in many: launch(s, LaunchConfig(1, 1), put, x, 1)",
+    )
+    assert said.count("stream 's") == 5 and " and 25 more; if it fails" in said
+
+
 @pytest.mark.parametrize(
     "last",
     ["go(); stream.sync()", "go(); x.to_numpy(stream)", "go(); device.close()",
