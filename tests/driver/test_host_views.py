@@ -106,6 +106,32 @@ def test_what_a_table_leads_to_stays_open(checked: Any) -> None:
     assert whole.to_numpy(stream).view(np.uint32)[32] == 0x01010101
 
 
+@pytest.mark.parametrize("kept", ["buffer", "nothing", "graph"])
+def test_a_table_need_not_live_on_in_python(checked: Any, kept: str) -> None:
+    """What leads elsewhere is known from when the work is issued, as memory is freed in order."""
+    device, stream, kernel = checked
+    whole = device.zeros(64, F32, stream)
+    y = whole.view(64, (4,), F32)
+    y.fill(stream, 1)
+    numbers = np.array([0, whole.view(128, (1,), F32).ptr], np.uint64)
+    table = device.from_numpy(numbers, stream)
+    graph = stream.capture("step") if kept == "graph" else None
+    if graph is None:
+        launch(stream, ONE, kernel("through"), table.view(8, (1,), np.uint64), y)
+    else:
+        with graph as captured:
+            launch(stream, ONE, kernel("through"), table.view(8, (1,), np.uint64), y)
+    if kept != "buffer":
+        del table
+        gc.collect()
+    if graph is not None:
+        with captured.instantiate() as step:
+            step.launch(stream)
+            stream.sync()
+    stream.sync()
+    assert whole.to_numpy(stream).view(np.uint32)[32] == 0x01010101
+
+
 def test_without_check_mode_nothing_is_kept() -> None:
     with Device("host:2") as device, device.stream() as stream:
         views = device.driver._views

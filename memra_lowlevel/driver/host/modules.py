@@ -22,7 +22,7 @@ from ..table import (
 from . import runner
 from .options import current_options
 from .streams import HostStreams
-from .views import Fence, View, Views, fences, still_closed
+from .views import Given, View, Views, given, still_closed
 
 __all__ = ["HostFunction", "HostModules", "KernelWork"]
 
@@ -68,14 +68,11 @@ def _natural_offsets(sizes: Sequence[int]) -> tuple[int, ...]:
 class KernelWork:
     """A kernel with a copy of its parameter values."""
 
-    __slots__ = ("_fences", "_keep", "_pointers", "_views", "func", "label", "params", "serial")
+    __slots__ = ("_given", "_keep", "_pointers", "func", "label", "params", "serial")
     node_type = NodeType.KERNEL
 
-    def __init__(
-        self, func: HostFunction, params: KernelNodeParams, views: Views, given: list[Fence]
-    ):
-        self.func, self.params = func, params
-        self._views, self._fences = views, given
+    def __init__(self, func: HostFunction, params: KernelNodeParams, given: Given | None):
+        self.func, self.params, self._given = func, params, given
         self.label = func.name
         self.serial = 0
         n = len(params.params)
@@ -87,7 +84,7 @@ class KernelWork:
         o, p = current_options(), self.params
         self.serial += 1
         check = self.func.module.check
-        closed = still_closed(self._fences, p.params, self._views) if self._fences else []
+        closed = still_closed(self._given) if self._given else []
         runner.run(
             self.func.native,
             p.grid,
@@ -255,10 +252,8 @@ class HostModules(HostStreams):
                 "CUDA_ERROR_INVALID_VALUE", call,
                 f"parameters of {sizes} bytes, the kernel takes {f.sizes}", kernel=params.func,
             )  # fmt: skip
-        given = []
-        if f.module.check:
-            given = fences(params.params, self._views, self._block_at)
-        return KernelWork(f, params, self._views, given)
+        found = given(params.params, self._views, self._block_at) if f.module.check else None
+        return KernelWork(f, params, found)
 
     def _check_shape(self, call: str, f: HostFunction, params: KernelNodeParams) -> None:
         """Refuse a grid, block or shared memory that a GPU would refuse."""

@@ -39,8 +39,9 @@ class HostOptions:
 
         Where an allocation was given to a kernel in parts (views, slices of an arena), what lies
         beside all parts is out of bounds too, unless the kernel may have the address from
-        elsewhere, such as a table in memory. A view that begins where a larger living one does
-        counts as that one.
+        elsewhere, such as a table of up to 1 MiB that it was given. (A pointer in a larger one, or
+        in a ``__device__`` variable, is not looked for: give the kernel the whole buffer then.) A
+        view that begins where a larger living one does counts as that one.
 
         Without it are reported: divergent barriers, and what touches a page outside an allocation.
         That is all that lies behind its end, but for up to 15 bytes where its size is no multiple

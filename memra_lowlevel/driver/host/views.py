@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-__all__ = ["Fence", "View", "Views", "fences", "still_closed"]
+__all__ = ["Fence", "Given", "Table", "View", "Views", "given", "still_closed"]
 
 _WORD = 8
 _TABLE_BYTES = 1 << 20  # memory up to which a parameter is searched for pointers
@@ -39,6 +39,9 @@ class Block(Protocol):
     @property
     def n_bytes(self) -> int: ...
 
+    @property
+    def live(self) -> bool: ...
+
 
 class Fence(NamedTuple):
     """A part of an allocation that a launch may touch."""
@@ -47,6 +50,21 @@ class Fence(NamedTuple):
     begin: int
     end: int
     parameter: int
+
+
+class Table(NamedTuple):
+    """Memory that a launch was given and that may hold pointers."""
+
+    block: Block
+    ptr: int
+    n_words: int
+
+
+class Given(NamedTuple):
+    """What a launch was given: parts of allocations, and where it may find other addresses."""
+
+    fences: list[Fence]
+    tables: list[Table]
 
 
 class Views:
@@ -73,12 +91,14 @@ class _Blocks(Protocol):
     def __call__(self, ptr: int) -> Block | None: ...
 
 
-def fences(values: Sequence[bytes], views: Views, block_at: _Blocks) -> list[Fence]:
+def given(values: Sequence[bytes], views: Views, block_at: _Blocks) -> Given:
     """Say which parts of which allocations a launch with these parameters was given.
 
-    Allocations that it was given whole, or may reach otherwise, are left out.
+    Allocations that it was given whole, or may reach otherwise, are left out. Asked when the work
+    is issued: its views need not live until it runs.
     """
     found: dict[int, list[Fence]] = {}
+    tables: list[Table] = []
     opened = set()
     for i, value in enumerate(values):
         words = [value[at : at + _WORD] for at in range(0, len(value) - _WORD + 1, _WORD)]
@@ -88,24 +108,26 @@ def fences(values: Sequence[bytes], views: Views, block_at: _Blocks) -> list[Fen
             if block is None:
                 continue
             n_bytes = views.extent(ptr) if len(words) == 1 else None
+            rest = block.ptr + block.n_bytes - ptr
+            held = rest if n_bytes is None else min(n_bytes, rest)
+            if len(words) == 1 and ptr % _WORD == 0 and _WORD <= held <= _TABLE_BYTES:
+                tables.append(Table(block, ptr, held // _WORD))
             if n_bytes is None or n_bytes == block.n_bytes:
                 opened.add(block.ptr)
             else:
                 found.setdefault(block.ptr, []).append(Fence(block, ptr, ptr + n_bytes, i))
-    return [fence for ptr, given in found.items() if ptr not in opened for fence in given]
+    fences = [fence for ptr, parts in found.items() if ptr not in opened for fence in parts]
+    return Given(fences, tables if fences else [])
 
 
-def still_closed(given: Sequence[Fence], values: Sequence[bytes], views: Views) -> list[Fence]:
+def still_closed(given: Given) -> list[Fence]:
     """Leave out allocations to which memory of the launch holds pointers, as tables do."""
-    blocks = {fence.block.ptr: fence.block for fence in given}
-    for value in values:
-        ptr = int.from_bytes(value, "little") if len(value) == _WORD else 0
-        n_bytes = views.extent(ptr) if ptr else None
-        if not blocks or n_bytes is None or ptr % _WORD or not _WORD <= n_bytes <= _TABLE_BYTES:
-            continue
-        n = n_bytes // _WORD
-        words = np.ctypeslib.as_array((ctypes.c_uint64 * n).from_address(ptr))
+    blocks = {fence.block.ptr: fence.block for fence in given.fences}
+    for table in given.tables:
+        if not blocks or not table.block.live:
+            continue  # what touches freed memory is found by the kernel
+        words = np.ctypeslib.as_array((ctypes.c_uint64 * table.n_words).from_address(table.ptr))
         for block in list(blocks.values()):
             if ((words >= block.ptr) & (words <= block.ptr + block.n_bytes)).any():
                 del blocks[block.ptr]
-    return [fence for fence in given if fence.block.ptr in blocks]
+    return [fence for fence in given.fences if fence.block.ptr in blocks]
