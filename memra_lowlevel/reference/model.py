@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import ArgumentError
+
 __all__ = [
     "NO_TOKEN",
     "add_product",
@@ -90,7 +92,18 @@ def embed_rows(rows: Array, format: str, tokens: Array) -> F64:
 
 
 def rope_angles(n_positions: int, n_rot: int, theta: float, factors: Array | None = None) -> F64:
-    """Cosines and sines, float64[n_positions, n_rot / 2, 2]; ``factors`` divide the frequencies."""
+    """Cosines and sines, float64[n_positions, n_rot / 2, 2]; ``factors`` divide the frequencies.
+
+    Raises
+    ------
+    ArgumentError
+        An odd ``n_rot``, a size below 0, or a ``theta`` that is no finite number above 0.
+    """
+    if n_positions < 0 or n_rot < 0 or n_rot % 2 or not 0 < theta < np.inf:
+        raise ArgumentError(
+            f"rope_angles: {n_positions} positions, {n_rot} channels, theta {theta}; expected "
+            "sizes of at least 0, pairs of channels, and a finite theta above 0"
+        )
     frequency = float(theta) ** (-np.arange(0, n_rot, 2, dtype=np.float64) / n_rot)
     if factors is not None:
         frequency = frequency / np.asarray(factors, np.float64)

@@ -111,6 +111,17 @@ def test_each_row_gets_the_bits_it_gets_alone(bench, rng, format, n_in):
         assert bits(product(0, n)) == bits(alone[:n]), f"{n} rows"
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [(4, 63, 1e4), (-1, 64, 1e4), (4, -2, 1e4)]
+    + [(4, 64, theta) for theta in (0.0, -1.0, np.nan, np.inf)],
+)
+def test_angles_of_no_table(wrong):
+    with pytest.raises(ArgumentError, match=r"^rope_angles: "):
+        oracle.rope_angles(*wrong)
+    assert oracle.rope_angles(0, 64, 1.0).shape == (0, 32, 2)
+
+
 def test_slices_are_a_function_of_the_shape_and_cover_it():
     for most in (18, 32, 64):
         for n_in in (32, 64, 576, 1536, 2400, 8192):
