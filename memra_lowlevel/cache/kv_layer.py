@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import expect
+from ..driver.trace import caller
 from ..errors import (
     ArgumentError,
     CaptureForbidden,
@@ -152,6 +153,9 @@ class KvLayer(OneLength):
             A size that no plane can have.
         """
         expect.kind("KvLayer.allocate: device", device, Device, "a Device")
+        expect.kind("KvLayer.allocate: name", name, str, "a str")
+        if check is not None:
+            expect.kind("KvLayer.allocate: check", check, bool, "a bool or None")
         v_dim = head_dim if head_dim_v is None else head_dim_v
         geometry = KvGeometry(n_kv_heads, head_dim, v_dim, k_format, v_format)
         geometry.check(device, max_ctx, window, ring)
@@ -289,7 +293,7 @@ class KvLayer(OneLength):
         ----------
         stream : Stream
         q, out : Buffer
-            f32 ``[n, n_heads, head_dim]`` and ``[n, n_heads, head_dim_v]``.
+            f32 ``[n, n_heads, head_dim]`` and ``[n, n_heads, head_dim_v]``, 16-byte aligned.
         scale : float, optional
             Default ``head_dim ** -0.5``.
         window : int, optional
@@ -311,7 +315,7 @@ class KvLayer(OneLength):
         Raises
         ------
         ArgumentError
-            A buffer of another shape, dtype or device.
+            A buffer of another shape, dtype, device or alignment.
         FormatUnsupported
             No kernel for this number of query heads per kv head, or this numeric class.
         PlaneError
@@ -322,8 +326,9 @@ class KvLayer(OneLength):
             ``counted`` are checked where the host knows the length, and not under capture.
         """
         expect_stream(f"{self.name}.attend: stream", stream)
-        expect.kind(f"{self.name}.attend: q", q, Buffer, "a Buffer")
-        self.check_reads(stream, "attend", q.shape[0] if q.shape else 0, counted)
+        self._check_heads("q", q, self.head_dim_k)
+        self._check_heads("out", out, self.head_dim_v)
+        self.check_reads(stream, "attend", q.shape[0], counted)
         window = self.window if window is None else self._window(window)
         try:
             kv_attend.attend(
@@ -505,9 +510,8 @@ class KvLayer(OneLength):
         return window
 
     def _workspace_bytes(self, q: Buffer, window: int | None) -> int:
-        n_rows, n_heads = (*q.shape, 1)[:2]
         return kv_attend.workspace_bytes(
-            self.device, n_rows, n_heads, self.head_dim_v, self.rows, window=window,
+            self.device, q.shape[0], q.shape[1], self.head_dim_v, self.rows, window=window,
             ring=self.base_d is not None,
         )  # fmt: skip
 
@@ -526,6 +530,16 @@ class KvLayer(OneLength):
             if turn is not None and error.name == "k":
                 error.args = (f"{error}; k as the turn's norm and angles leave it",)
             raise
+
+    def _check_heads(self, name: str, rows: Buffer, dim: int) -> None:
+        expect.kind(f"{self.name}.attend: {name}", rows, Buffer, "a Buffer")
+        if len(rows.shape) != 3 or rows.ptr % 16:
+            expected = f"f32 [n, multiple of {self.n_kv_heads}, {dim}], 16-byte aligned"
+            got = f"{rows.dtype} {list(rows.shape)} at {rows.ptr:#x}"
+            raise ArgumentError(
+                f"{self.name}.attend: {name} must be {expected}, got {got} (from {caller()})",
+                kernel="attend", name=name, expected=expected, got=got,
+            )  # fmt: skip
 
     def _rows_of(self, name: str, rows: Buffer, width: int) -> int:
         expect.kind(f"{self.name}.append: {name}", rows, Buffer, "a Buffer")

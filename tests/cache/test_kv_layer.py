@@ -594,6 +594,26 @@ def test_a_closed_layer_says_so(device, stream):
             call()
 
 
+def test_attend_names_what_it_cannot_read_or_write(device, stream):
+    rng = np.random.default_rng(20)
+    with KvLayer.allocate(device, 8, 2, HEAD, name="l") as layer:
+        shape = (1, 4, HEAD)
+        q, out = (device.zeros(shape, np.float32, stream) for _ in range(2))
+        odd = rows(device, stream, rng, 1, 300).view(4, shape, np.float32)
+        flat, none = q.view(0, (4, HEAD), np.float32), device.zeros((), np.float32, stream)
+        for wrong in (odd, flat, none):
+            for name, pair in (("q", (wrong, out)), ("out", (q, wrong))):
+                said = rf"^l\.attend: {name} must be .* 16-byte aligned, got float32 .* at 0x"
+                with pytest.raises(ArgumentError, match=said):
+                    layer.attend(stream, *pair)
+        layer.append(stream, *(rows(device, stream, rng, 1, 2 * HEAD) for _ in range(2)))
+        layer.attend(stream, q, out)
+        stream.sync()
+    for words in ({"name": 5}, {"check": "yes"}):
+        with pytest.raises(ArgumentError, match=rf"^KvLayer\.allocate: {next(iter(words))} got "):
+            KvLayer.allocate(device, 8, 2, HEAD, **words)
+
+
 def test_append_with_norm_and_rotation_replays_as_it_ran(device, stream):
     """Positions come from the length: a captured append turns each row by its own."""
     rng = np.random.default_rng(19)
