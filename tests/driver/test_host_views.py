@@ -81,14 +81,18 @@ def test_the_parts_of_one_launch_are_open_together(checked: Any) -> None:
         stream.sync()
 
 
-def test_the_largest_living_view_counts(checked: Any) -> None:
+@pytest.mark.parametrize("end", ["dropped", "closed"])
+def test_the_largest_living_view_counts(checked: Any, end: str) -> None:
     device, stream, kernel = checked
     whole = device.zeros(64, F32, stream)
     part, larger = whole.view(64, (4,), F32), whole.view(64, (16,), F32)
     launch(stream, ONE, kernel("put"), part, 9)
     stream.sync()
-    del larger
-    gc.collect()
+    if end == "closed":
+        larger.close()
+    else:
+        del larger
+        gc.collect()
     launch(stream, ONE, kernel("put"), part, 9)
     with pytest.raises(errors.OutOfBounds):
         stream.sync()

@@ -29,6 +29,10 @@ class View(Protocol):
     ptr: int
     n_bytes: int
 
+    @property
+    def closed(self) -> bool:
+        """Whether it was ended."""
+
 
 class Block(Protocol):
     """An allocation."""
@@ -83,8 +87,9 @@ class Views:
             self._sweep = 2 * len(self._at) + _SWEEP
 
     def extent(self, ptr: int) -> int | None:
-        """Bytes of the largest living view that begins at an address; None if none does."""
-        return max((view.n_bytes for view in self._at.get(ptr, ())), default=None)
+        """Bytes of the largest open view that begins at an address; None if none does."""
+        views = self._at.get(ptr, ())
+        return max((view.n_bytes for view in views if not view.closed), default=None)
 
 
 class _Blocks(Protocol):
