@@ -75,9 +75,11 @@ __device__ __forceinline__ void shrink_digits(int32_t& digit0, int32_t& digit1, 
     digit0 = int32_t(value & 0xFFFF), digit1 = 0, digit2 = int32_t(value >> 16);
 }
 
-// The reference of a query whose largest p * scale among some keys is below 2^highest.
+// The reference of a query whose largest p * scale among some keys is below 2^highest. From 2^26 on a float
+// cannot tell weights apart that the sums can hold: then the query's answer is NaN.
 __device__ __forceinline__ float raised(float reference, float highest) {
-    return highest - WEIGHT_BITS > reference ? ceilf(highest) - (WEIGHT_BITS - SPARE_BITS) : reference;
+    if (!(highest - WEIGHT_BITS > reference)) return reference;
+    return fabsf(highest) < 67108864.0f ? ceilf(highest) - (WEIGHT_BITS - SPARE_BITS) : NAN_F32;
 }
 
 // Takes over the references that warps of the team raised: holds the sums against them, this step's

@@ -170,6 +170,24 @@ def test_magnitudes_from_tiny_to_huge(stream):
     assert not planes.attend(normal(rng, 1, 8, 128), **MMA).any()
 
 
+def test_scores_beyond_all_measure_are_never_wrong_in_silence(stream):
+    """An answer lies among the values of the keys, or is NaN: nothing else that is finite."""
+    planes, rng = filled(stream, 128, 200)
+    q = normal(rng, 2, 4, 128)
+    planes.set_len(198)
+    values = planes.decoded(200)[1].transpose(1, 0, 2)  # [kv head, key, channel]
+    low, high = (
+        np.repeat(f(values, axis=1), 2, axis=0) - e for f, e in ((np.min, 1e-4), (np.max, -1e-4))
+    )
+    states = []
+    for exponent in range(16, 40):
+        got = planes.attend(q * np.float32(2.0**exponent), **MMA)
+        finite = np.isfinite(got)
+        assert ((got >= low) & (got <= high))[finite].all(), exponent
+        states.append(finite.all())
+    assert states[0] and not states[-1]
+
+
 def test_rows_without_keys(stream):
     planes, rng = filled(stream, 64, 200, ring=True)
     q = normal(rng, 2, 8, 64)
