@@ -68,7 +68,7 @@ struct alignas(16) Exchange {
 // Where the lanes read and write in a step, in bytes. In shared memory, the same for all warps: to
 // compute it anew in each step would cost a twentieth of the instructions, and registers are scarce.
 struct LaneOffsets {
-    int4 fill[WARP_LANES];  // in V of the key whose scales it compares, of its key; in `fifth`, `values`
+    int4 fill[WARP_LANES];  // in V of the key whose scales it compares, of its key; in `fifth`, `scales`
     int4 read[WARP_LANES];  // in K; in V for load_across; in weights: the lane's own, of its query
 
     template <int D, int Q, int PITCH_K, int PITCH_V>
