@@ -11,12 +11,12 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..errors import ArgumentError
 from ..formats import BF16, E4M3, F16, Format
 from ..runtime.launch import LaunchConfig, launch
 from . import registry
 from .early import capability, starts_early
 from .kv_attend_mma import N_PARTS, STEP, n_slots
+from .kv_attend_tiles import check_planes, combine_config, plane_maps
 from .registry import KernelSpec, Tolerance
 
 if TYPE_CHECKING:
@@ -126,13 +126,7 @@ def attend(
         A plane does not begin at a multiple of 16 bytes.
     """
     device = stream.device
-    for name, plane in (("k_plane", k_plane), ("v_plane", v_plane)):
-        if plane is not None and plane.ptr % 16:
-            raise ArgumentError(
-                f"attend: {name} must begin at a multiple of 16 bytes for kernel 'f16', "
-                f"got {plane.ptr:#x}",
-                kernel="attend_f16", name=name, expected="a multiple of 16", got=hex(plane.ptr),
-            )  # fmt: skip
+    check_planes("f16", k_plane, v_plane)
     n_rows, n_heads, head_dim = q.shape
     group = n_heads // n_kv_heads
     per_row = group if table is not None else n_rows * group
@@ -144,17 +138,18 @@ def attend(
     slots = n_slots(rows, parts)
     blocks = shape.query_blocks * (n_rows if table is not None else 1)
     slices = n_kv_heads // shape.heads
+
+    def width(fmt: Format) -> tuple[int, int]:
+        return fmt.row_bytes(n_kv_heads * head_dim), _pitch(fmt.row_bytes(shape.heads * head_dim))
+
     launch(
         stream, _config(device, kernel, shape, slices, blocks, slots, programmatic), kernel,
         q, k_plane, v_plane, n_rows, n_kv_heads, group, rows, window, counted, scale, softcap,
-        len_d, base_d, table, workspace, slots, parts, shape.teams, *_maps(
-            device, k_plane, v_plane, rows,
-            [(f.row_bytes(n_kv_heads * head_dim), f.row_bytes(shape.heads * head_dim))
-             for f in (k_format, v_format)],
-        ),
+        len_d, base_d, table, workspace, slots, parts, shape.teams,
+        *plane_maps(device, k_plane, v_plane, rows, STEP, (width(k_format), width(v_format))),
     )  # fmt: skip
     launch(
-        stream, _combine_config(n_heads, n_rows, head_dim, starts_early(device, True)), combine,
+        stream, combine_config(n_heads, n_rows, head_dim, starts_early(device, True)), combine,
         workspace, sinks, out, lse, n_rows, rows, window, counted, len_d, base_d, table, slots,
         parts,
     )  # fmt: skip
@@ -265,40 +260,6 @@ def _config(
             programmatic=starts_early(device, programmatic),
         )  # fmt: skip
     return found
-
-
-@functools.lru_cache(maxsize=64)
-def _combine_config(n_heads: int, n_rows: int, head_dim: int, programmatic: bool) -> LaunchConfig:
-    return LaunchConfig((n_heads, n_rows, head_dim // 32), (256, 1, 1), programmatic=programmatic)
-
-
-def _maps(
-    device: Device, k_plane: Buffer | None, v_plane: Buffer | None, rows: int,
-    widths: list[tuple[int, int]],
-) -> tuple[bytes, bytes, int]:  # fmt: skip
-    """Describe both planes for tile copies, and say whether they are.
-
-    ``widths`` are the bytes of a row and of a block's slice of it, of K and of V.
-    """
-    if k_plane is None or v_plane is None or capability(device) < 90:
-        return _NO_MAP, _NO_MAP, 0
-    maps: dict[tuple[int, ...], tuple[bytes, bytes, int]]
-    maps = device.memo.setdefault("attend_f16 maps", {})
-    key = (k_plane.ptr, v_plane.ptr, rows, *widths[0], *widths[1])
-    found = maps.get(key)
-    if found is None:
-        if len(maps) >= _MOST_MAPS:  # of planes that are closed, mostly
-            maps.clear()
-        k_map, v_map = (
-            device.driver.cuTensorMapEncodeTiled(plane.ptr, rows, row, STEP, _pitch(part))
-            for plane, (row, part) in zip((k_plane, v_plane), widths, strict=True)
-        )
-        found = maps[key] = (k_map, v_map, 1)
-    return found
-
-
-_NO_MAP = bytes(128)
-_MOST_MAPS = 4096
 
 
 def _kernels(

@@ -10,11 +10,11 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..errors import ArgumentError
 from ..formats import Q5_1, Q8_0, Format
 from ..runtime.launch import LaunchConfig, launch
 from . import registry
 from .early import capability, starts_early
+from .kv_attend_tiles import check_planes, combine_config, plane_maps
 from .registry import KernelSpec, Tolerance
 
 if TYPE_CHECKING:
@@ -148,13 +148,7 @@ def attend(
         A plane does not begin at a multiple of 16 bytes.
     """
     device = stream.device
-    for name, plane in (("k_plane", k_plane), ("v_plane", v_plane)):
-        if plane is not None and plane.ptr % 16:
-            raise ArgumentError(
-                f"attend: {name} must begin at a multiple of 16 bytes for kernel 'mma', "
-                f"got {plane.ptr:#x}",
-                kernel="attend_mma", name=name, expected="a multiple of 16", got=hex(plane.ptr),
-            )  # fmt: skip
+    check_planes("mma", k_plane, v_plane)
     n_rows, n_heads, head_dim = q.shape
     group = n_heads // n_kv_heads
     per_row = group if table is not None else n_rows * group
@@ -167,15 +161,17 @@ def attend(
     slots = n_slots(rows, parts)
     blocks = shape.query_blocks * (n_rows if table is not None else 1)
     slices = n_kv_heads // shape.heads
+    blocks_of_row = n_kv_heads * head_dim // 32
+    pitch_k, pitch_v = _pitches(head_dim, shape.heads)
+    widths = (blocks_of_row * 34, pitch_k), (blocks_of_row * 24, pitch_v)
     launch(
         stream, _config(device, kernel, shape, slices, blocks, slots, programmatic), kernel,
         q, k_plane, v_plane, n_rows, n_kv_heads, group, rows, window, counted, scale, softcap,
-        len_d, base_d, table, workspace, slots, parts, shape.teams, *_maps(
-            device, k_plane, v_plane, rows, n_kv_heads, head_dim, shape.heads
-        ),
+        len_d, base_d, table, workspace, slots, parts, shape.teams,
+        *plane_maps(device, k_plane, v_plane, rows, STEP, widths),
     )  # fmt: skip
     launch(
-        stream, _combine_config(n_heads, n_rows, head_dim, starts_early(device, True)), combine,
+        stream, combine_config(n_heads, n_rows, head_dim, starts_early(device, True)), combine,
         workspace, sinks, out, lse, n_rows, rows, window, counted, len_d, base_d, table, slots,
         parts,
     )  # fmt: skip
@@ -316,44 +312,10 @@ def _config(
     return found
 
 
-@functools.lru_cache(maxsize=64)
-def _combine_config(n_heads: int, n_rows: int, head_dim: int, programmatic: bool) -> LaunchConfig:
-    return LaunchConfig((n_heads, n_rows, head_dim // 32), (256, 1, 1), programmatic=programmatic)
-
-
 def _pitches(head_dim: int, heads: int) -> tuple[int, int]:
     """Bytes from row to row of a stage: k_pitch and v_pitch of the source."""
     slice_k, slice_v = heads * head_dim // 32 * 34, heads * head_dim // 32 * 24
     return (slice_k + 31) // 64 * 64 + 32, (slice_v + 31) // 32 * 32 + 16
-
-
-def _maps(
-    device: Device, k_plane: Buffer | None, v_plane: Buffer | None, rows: int, n_kv_heads: int,
-    head_dim: int, heads: int,
-) -> tuple[bytes, bytes, int]:  # fmt: skip
-    """Describe both planes for tile copies, and say whether they are."""
-    if k_plane is None or v_plane is None or capability(device) < 90:
-        return _NO_MAP, _NO_MAP, 0
-    maps: dict[tuple[int, ...], tuple[bytes, bytes, int]]
-    maps = device.memo.setdefault("attend_mma maps", {})
-    key = (k_plane.ptr, v_plane.ptr, rows, n_kv_heads, head_dim, heads)
-    found = maps.get(key)
-    if found is None:
-        if len(maps) >= _MOST_MAPS:  # of planes that are closed, mostly
-            maps.clear()
-        pitch_k, pitch_v = _pitches(head_dim, heads)
-        blocks = n_kv_heads * head_dim // 32
-        encode = device.driver.cuTensorMapEncodeTiled
-        found = maps[key] = (
-            encode(k_plane.ptr, rows, blocks * 34, STEP, pitch_k),
-            encode(v_plane.ptr, rows, blocks * 24, STEP, pitch_v),
-            1,
-        )
-    return found
-
-
-_NO_MAP = bytes(128)
-_MOST_MAPS = 4096
 
 
 def _kernels(device: Device, head_dim: int, queries: int, heads: int) -> tuple[Kernel, Kernel]:
