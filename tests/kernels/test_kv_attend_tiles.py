@@ -22,7 +22,7 @@ def test_planes_are_described_once_from_sm_90_on():
     assert kv_attend_tiles.plane_maps(device, k, v, 500, 32, widths) is first and len(asked) == 2
     kv_attend_tiles.plane_maps(device, k, v, 501, 32, widths)
     assert len(asked) == 4
-    for device, planes in (
+    for other, planes in (
         (device, (None, v)),
         (SimpleNamespace(arch="sm_80", memo={}, driver=driver), (k, v)),
     ):
