@@ -169,6 +169,8 @@ class DeviceCounter(Closing):
 
         Under capture the need is recorded and checked before each launch.
         """
+        if type(n) is not int or not 0 <= n <= _I32_MAX:
+            n = expect.integer(f"counter {self.name!r}: note_need: n", n, 0, _I32_MAX)
         capture = capture_of(stream)
         if capture is not None:
             capture.note_need(self, n)
@@ -182,20 +184,41 @@ class DeviceCounter(Closing):
 
         For kernels that move counters themselves, such as one that advances a whole cache. Moves
         the mirror; under capture, the mirror moves at each launch instead.
+
+        Raises
+        ------
+        ArgumentError
+            No integers, or ``at_most`` below ``n``. Nothing was booked.
+        CapacityExceeded
+            An amount that can take the counter below zero; under capture, each launch says so.
         """
+        at_most = n if at_most is None else at_most
+        if not (type(n) is type(at_most) is int and -_I32_MAX <= n <= at_most <= _I32_MAX):
+            call = f"counter {self.name!r}: advance_recorded"
+            n = expect.integer(f"{call}: n", n, -_I32_MAX - 1, _I32_MAX)
+            at_most = expect.integer(f"{call}: at_most", at_most, n, _I32_MAX)
         capture = capture_of(stream)
         if capture is not None:
             capture.note_advance(self, n, at_most=at_most)
             return
         effect = Effect(self)
-        effect.note_advance(n, n if at_most is None else at_most, 0)
+        effect.note_advance(n, at_most, 0)
+        if n < 0:
+            effect.check()
         effect.apply()
 
     def note_set(self, value: int, stream: Stream | None = None) -> None:
         """Book that work just issued on ``stream`` writes ``value``.
 
         Without a stream the write must not have been captured; the mirror is set at once.
+
+        Raises
+        ------
+        ArgumentError
+            No integer, or one below 0. Nothing was booked.
         """
+        if type(value) is not int or not 0 <= value <= _I32_MAX:
+            value = expect.integer(f"counter {self.name!r}: note_set: value", value, 0, _I32_MAX)
         capture = None if stream is None else capture_of(stream)
         if capture is not None:
             capture.note_set(self, value)
@@ -261,6 +284,8 @@ def sync_counters(stream: Stream, counters: Iterable[DeviceCounter]) -> None:
     for counter, words in _read(stream, counters):
         if len(set(words)) != 1:
             raise _differ([f"{counter.name!r} holds {words}, which should be equal"])
+        if words[0] < 0:
+            raise _differ([f"{counter.name!r} holds {words}, which should be 0 or more"])
         counter.note_set(words[0])
 
 

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from .. import expect
 from ..errors import ArgumentError, CapacityExceeded
 from ..formats import BLOCK, Format
 from ..runtime.launch import LaunchConfig, launch
+from ..runtime.memory import Buffer
 from ..runtime.stream import expect_stream
 from . import registry
 from .early import starts_early
@@ -17,9 +19,12 @@ from .registry import KernelSpec, Tolerance
 
 if TYPE_CHECKING:
     from ..compile import Kernel
-    from ..runtime import Buffer, Device, Stream
+    from ..runtime import Device, Stream
 
-__all__ = ["MAX_ROWS", "append", "check_finite", "fault_buffer", "prepare", "raise_if_faulty"]
+__all__ = [
+    "MAX_ROWS", "append", "check_finite", "check_planes", "fault_buffer", "prepare",
+    "raise_if_faulty",
+]  # fmt: skip
 
 MAX_ROWS = 65_535
 """Rows of one launch: the extent of a grid."""
@@ -30,6 +35,7 @@ _MAX_GRID_Y = 65535
 _RUN = 16  # blocks of a row that a warp takes
 _FEW_ROWS = 1024  # up to which eight threads a block end sooner than two
 _EIGHTHS = 8
+_I32_MAX = 2**31 - 1
 
 registry.register(
     *(
@@ -112,6 +118,7 @@ def append(
         A shape does not fit; nothing was launched.
     """
     expect_stream("append: stream", stream)
+    rows = check_planes(k, v, k_plane, v_plane, k_format, v_format, rows)
     kernels = _kernels(stream.device, k_format, v_format)
     n, width_k, width_v = _widths(k, v)
     if table is None:
@@ -130,6 +137,25 @@ def append(
         stream, kernels, k, v, k_plane, v_plane, rows, len_d, base_d, table, fault,
         programmatic=programmatic,
     )  # fmt: skip
+
+
+def check_planes(
+    k: Buffer,
+    v: Buffer,
+    k_plane: Buffer | None,
+    v_plane: Buffer | None,
+    k_format: Format,
+    v_format: Format,
+    rows: int,
+) -> int:
+    """Refuse what are no rows, no planes or no formats; give ``rows``, of which there is one."""
+    for name, buffer in (("k", k), ("v", v), ("k_plane", k_plane), ("v_plane", v_plane)):
+        if type(buffer) is not Buffer and (buffer is not None or name in ("k", "v")):
+            expect.kind(f"append: {name}", buffer, Buffer, "a Buffer")
+    for name, fmt in (("k_format", k_format), ("v_format", v_format)):
+        if type(fmt) is not Format:
+            expect.kind(f"append: {name}", fmt, Format, "one of memra_lowlevel.formats")
+    return expect.integer("append: rows", rows, 1, _I32_MAX)
 
 
 def check_finite(

@@ -5,23 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .. import expect
 from ..errors import ArgumentError
 from ..formats import BLOCK, Format
 from ..runtime.launch import LaunchConfig, launch
+from ..runtime.memory import Buffer
 from ..runtime.stream import expect_stream
 from . import registry
 from .early import starts_early
-from .kv_append import MAX_ROWS
+from .kv_append import MAX_ROWS, check_planes
 from .registry import KernelSpec, Tolerance
 
 if TYPE_CHECKING:
     from ..compile import Kernel
-    from ..runtime import Buffer, Device, Stream
+    from ..runtime import Device, Stream
 
 __all__ = ["HeadTurn", "append", "prepare"]
 
 _WARPS, _WARP = 4, 32
 _MAX_DIM = 512
+_MOST_HEADS = 2**31 - 1
 
 registry.register(
     KernelSpec(
@@ -119,6 +122,16 @@ def append(
         A shape does not fit; nothing was launched.
     """
     expect_stream("append: stream", stream)
+    rows = check_planes(k, v, k_plane, v_plane, k_format, v_format, rows)
+    n_kv_heads = expect.integer("append: n_kv_heads", n_kv_heads, 1, _MOST_HEADS)
+    expect.kind("append: turn", turn, HeadTurn, "a HeadTurn")
+    for name, plane in (("k_plane", k_plane), ("v_plane", v_plane)):
+        expect.kind(f"append: {name}", plane, Buffer, "a Buffer")
+    for name, given in (
+        ("q", q), ("k_norm", turn.k_norm), ("q_norm", turn.q_norm), ("angles", turn.angles),
+    ):  # fmt: skip
+        if type(given) is not Buffer and given is not None:
+            expect.kind(f"append: {name}", given, Buffer, "a Buffer or None")
     kernel = _kernel(stream.device, k_format, v_format)
     n = k.shape[0] if len(k.shape) == 2 else -1
     dims = []

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -55,6 +54,11 @@ CLASSES = ("exact",)
 TICKETS = 1024
 """Tickets that are enough for any 16 rows of up to 64 kv heads."""
 
+_KERNELS = ("mma", "f16", "simt")
+_NEEDED = ("q", "out", "workspace")
+_F32 = np.dtype(np.float32)
+_MOST = 2**31 - 1
+_F32_MAX, _LEAST_CAP = float(np.finfo(np.float32).max), 2.0**-149
 _JOINED_SLOTS = 160
 _THREADS = 256
 
@@ -180,23 +184,34 @@ def attend(
         A shape does not fit. Nothing was launched in either case.
     """
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
-    _check_kinds(stream, q=q, out=out, workspace=workspace, sinks=sinks, lse=lse, table=table)
-    if tickets is not None:
-        expect.kind("attend: tickets", tickets, Buffer, "a Buffer")
+    expect_stream("attend: stream", stream)
+    _check_buffers(
+        ("q", q), ("out", out), ("workspace", workspace), ("sinks", sinks), ("lse", lse),
+        ("table", table), ("tickets", tickets), ("k_plane", k_plane), ("v_plane", v_plane),
+    )  # fmt: skip
     expect.kind("attend: numeric", numeric, str, "a numeric class")
+    _check_planes("attend", k_format, v_format, head_dim, head_dim_v, n_kv_heads)
+    rows = expect.integer("attend: rows", rows, 1, _MOST)
     choice = choose(
         stream.device, k_format, v_format, head_dim, head_dim_v,
         n_kv_heads=n_kv_heads, rows=rows, kernel=kernel,
     )  # fmt: skip
     window = _window(window)
     scale = _scalar("scale", head_dim**-0.5 if scale is None else scale)
-    softcap = 0.0 if softcap is None else _scalar("softcap", softcap, positive=True)
+    softcap = 0.0 if softcap is None else _softcap(softcap)
     if len(q.shape) != 3 or q.shape[2] != head_dim or q.shape[1] % n_kv_heads or q.ptr % 16:
         raise _refused("q", f"f32 [n, multiple of {n_kv_heads}, {head_dim}]", str(q.shape))
     n_rows, n_heads = q.shape[0], q.shape[1]
     group = n_heads // n_kv_heads
     if out.shape != (n_rows, n_heads, head_dim_v):
         raise _refused("out", f"f32 {(n_rows, n_heads, head_dim_v)}", str(out.shape))
+    for name, written in (("out", out), ("workspace", workspace)):
+        if written.ptr % 16:  # 16 bytes at a time
+            raise _refused(name, "16-byte aligned", hex(written.ptr))
+    # Some kernels leave these to the second launch, which must not refuse behind the first.
+    for name, late in (("out", out), ("sinks", sinks), ("lse", lse)):
+        if late is not None and late.dtype is not _F32 and late.dtype != _F32:
+            raise _refused(name, "of float32", str(late.dtype))
     check_supported(
         stream.device, k_format, v_format, head_dim, head_dim_v, group=group, numeric=numeric
     )
@@ -309,12 +324,13 @@ def choose(
     FormatUnsupported
         ``kernel`` asks for one that cannot do it.
     """
-    if kernel not in (None, "mma", "f16", "simt"):
-        raise _refused("kernel", "'mma', 'f16', 'simt' or None", repr(kernel))
+    if kernel is not None and (type(kernel) is not str or kernel not in _KERNELS):
+        raise expect.refusal("attend: kernel", kernel, "'mma', 'f16', 'simt' or None")
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    _check_planes("choose", k_format, v_format, head_dim, head_dim_v, n_kv_heads)
+    rows = expect.integer("choose: rows", rows, 0)
     if kernel == "simt":
         return Choice("simt", "asked for")
-    head_dim_v = head_dim if head_dim_v is None else head_dim_v
-    rows = expect.integer("choose: rows", rows, 0)
     floats = k_format in kv_attend_f16.FORMATS and v_format in kv_attend_f16.FORMATS
     fitting = "f16" if kernel == "f16" or (kernel is None and floats) else "mma"
     if fitting == "f16":
@@ -356,6 +372,10 @@ def prepare(
     With ``n_kv_heads`` that is what :func:`choose` says, else the general kernel.
     """
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    one = 1 if n_kv_heads is None else n_kv_heads
+    _check_planes("prepare", k_format, v_format, head_dim, head_dim_v, one)
+    group = expect.integer("prepare: group", group)
+    max_rows = expect.integer("prepare: max_rows", max_rows, 1, _MOST)
     check_supported(device, k_format, v_format, head_dim, head_dim_v, group=group)
     if n_kv_heads is not None:
         choice = choose(device, k_format, v_format, head_dim, head_dim_v, n_kv_heads=n_kv_heads)
@@ -436,7 +456,16 @@ def workspace_bytes(
         The plane has a ``base_d``.
     kernel : str, optional
         As for :func:`attend`; default enough for any that it may choose on this device.
+
+    Raises
+    ------
+    ArgumentError
+        An extent that no launch has.
     """
+    n_rows = expect.integer("workspace_bytes: n_rows", n_rows, 0, _MOST)
+    n_heads = expect.integer("workspace_bytes: n_heads", n_heads, 1, _MOST)
+    head_dim_v = expect.integer("workspace_bytes: head_dim_v", head_dim_v, 1, _MOST)
+    rows = expect.integer("workspace_bytes: rows", rows, 1, _MOST)
     slots = n_slots(rows, n_rows, _window(window), ring)
     if kernel in ("mma", "f16") or (kernel is None and device.kind != "host"):
         slots = max(slots, kv_attend_mma.n_slots(rows, kv_attend_mma.MOST_PARTS))
@@ -555,26 +584,46 @@ def _kernels(
     return found
 
 
-def _check_kinds(stream: Stream, **buffers: Buffer | None) -> None:
-    expect_stream("attend: stream", stream)
-    for name, buffer in buffers.items():
-        if buffer is not None or name in ("q", "out", "workspace"):
+def _check_buffers(*buffers: tuple[str, Buffer | None]) -> None:
+    for name, buffer in buffers:
+        if type(buffer) is not Buffer and (buffer is not None or name in _NEEDED):
             expect.kind(f"attend: {name}", buffer, Buffer, "a Buffer")
+
+
+def _check_planes(
+    call: str, k_format: Format, v_format: Format, head_dim: int, head_dim_v: int, n_kv_heads: int
+) -> None:
+    """Refuse planes of no format, head size or number of heads; what is right costs no call."""
+    if type(k_format) is not Format or type(v_format) is not Format:
+        for name, fmt in (("k_format", k_format), ("v_format", v_format)):
+            expect.kind(f"{call}: {name}", fmt, Format, "one of memra_lowlevel.formats")
+    if not (type(head_dim) is type(head_dim_v) is type(n_kv_heads) is int and n_kv_heads > 0):
+        expect.integer(f"{call}: head_dim", head_dim)
+        expect.integer(f"{call}: head_dim_v", head_dim_v)
+        expect.integer(f"{call}: n_kv_heads", n_kv_heads, 1, _MOST)
 
 
 def _window(window: int | None) -> int:
     """Give the window as the kernels have it: 0 for all keys."""
-    return 0 if window is None else expect.integer("attend: window", window, 0, 2**31 - 1)
+    return 0 if window is None else expect.integer("attend: window", window, 0, _MOST)
 
 
-def _scalar(name: str, value: float, *, positive: bool = False) -> float:
+def _scalar(name: str, value: float) -> float:
     """Give a number that cannot turn every score into NaN."""
-    expected = "a finite number" + (" above 0" if positive else "")
+    expected = "a finite number of f32"
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise expect.refusal(f"attend: {name}", value, expected)
-    if not math.isfinite(value) or (positive and value <= 0):
+    if not -_F32_MAX <= value <= _F32_MAX:  # NaN neither
         raise expect.refusal(f"attend: {name}", value, expected)
     return float(value)
+
+
+def _softcap(value: float) -> float:
+    """Give a cap that is still one as f32: a kernel takes 0 for none."""
+    cap = _scalar("softcap", value)
+    if cap < _LEAST_CAP:
+        raise expect.refusal("attend: softcap", value, f"at least {_LEAST_CAP:g}, or None")
+    return cap
 
 
 def _refused(name: str, expected: str, got: str) -> ArgumentError:

@@ -144,6 +144,43 @@ def test_amounts_that_a_kernel_decides_widen_the_bounds(
     assert counter.value == 1
 
 
+def test_amounts_that_are_none_are_refused_and_not_booked(
+    counter: DeviceCounter, stream: Stream
+) -> None:
+    counter.set(stream, 4)
+
+    def each(counter: DeviceCounter) -> None:
+        for value in (-1, 2**31, None, "3", 1.5, True, [], np.zeros(2)):
+            with pytest.raises(errors.ArgumentError, match="'len': note_set: value got"):
+                counter.note_set(value, stream)  # type: ignore[arg-type]
+            with pytest.raises(errors.ArgumentError, match="'len': note_need: n got"):
+                counter.note_need(stream, value)  # type: ignore[arg-type]
+        for n, at_most in ((None, None), ("3", 4), (1.5, 2), (3, 2), (0, -1), (0, "x"), (2**31, 0)):
+            with pytest.raises(errors.ArgumentError, match=r"'len': advance_recorded: (n|at_most)"):
+                counter.advance_recorded(stream, n, at_most)  # type: ignore[arg-type]
+
+    each(counter)
+    with pytest.raises(errors.CapacityExceeded, match="'len': at 4, the work takes it 5 lower"):
+        counter.advance_recorded(stream, -5)
+    assert counter.value == 4
+    with stream.capture("none") as graph:
+        each(counter)
+    assert not graph.effects
+    graph.close()
+    counter.advance_recorded(stream, np.int64(-4))  # type: ignore[arg-type]
+    counter.note_set(np.int64(3))  # type: ignore[arg-type]
+    assert counter.value == 3
+
+
+def test_a_device_that_holds_less_than_nothing_is_told(
+    counter: DeviceCounter, stream: Stream
+) -> None:
+    launch_add(counter, stream, -2)
+    with pytest.raises(errors.MemraError, match=r"'len' holds \[-2\], which should be 0 or more"):
+        counter.sync(stream)
+    assert counter.value == 0
+
+
 def test_device_decided_amounts_under_capture(counter: DeviceCounter, stream: Stream) -> None:
     """The graph adds 1; the host is told only that it adds up to 3."""
     with stream.capture("loop") as graph:

@@ -7,7 +7,7 @@ from rig import Planes, error, normal, same
 from memra_lowlevel import errors
 from memra_lowlevel.driver.host import runner
 from memra_lowlevel.formats import E4M3, F16, F32, FORMATS, Q5_1, Q8_0
-from memra_lowlevel.kernels import kv_append_heads
+from memra_lowlevel.kernels import kv_append, kv_append_heads
 from memra_lowlevel.kernels.kv_append_heads import HeadTurn
 from memra_lowlevel.reference.kv import turn_heads
 from memra_lowlevel.reference.model import rope_angles
@@ -150,6 +150,52 @@ def test_refusals_move_nothing(stream):
             call(**bad)
     assert all(same(a, b) for a, b in zip(planes.bytes(), before, strict=True))
     call()
+
+
+@pytest.mark.parametrize("turned", [True, False], ids=["append_heads", "append"])
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("n_kv_heads", (0, -3, None, "3", 3.0, True)),
+        ("rows", (0, -1, None, "8", 8.0, 2**31)),
+        ("k", (None, np.zeros((2, H * D), np.float32))),
+        ("v", (5, np.zeros((2, H * D), np.float32))),
+        ("k_plane", (None, 5, np.zeros(1 << 16, np.uint8))),
+        ("v_plane", (None, 5, np.zeros(1 << 16, np.uint8))),
+        ("len_d", (None, 5, np.zeros(1, np.int32))),
+        ("k_format", (None, "q8_0", 5)),
+        ("v_format", (None, "q5_1", 5)),
+        ("q", (5, np.zeros((2, 2, D), np.float32))),
+        ("turn", (None, 5, {})),
+    ],
+)
+def test_what_is_none_of_an_argument(stream, name, values, turned):
+    """Refused with the name of the argument, and no byte written."""
+    planes, rng = Planes(stream, H, D, 8), np.random.default_rng(5)
+    k, v = (planes.upload(normal(rng, 2, H * D)) for _ in range(2))
+    given = {
+        "k": k, "v": v, "k_plane": planes.k, "v_plane": planes.v, "len_d": planes.len_d,
+        "k_format": Q8_0, "v_format": Q5_1, "rows": 8,
+    }  # fmt: skip
+    call = kv_append.append
+    if turned:
+        call, given = kv_append_heads.append, {**given, "turn": HeadTurn(), "n_kv_heads": H}
+    elif name in ("n_kv_heads", "q", "turn"):
+        return
+    before = planes.bytes()
+    for value in values:
+        with pytest.raises(errors.ArgumentError, match=f"{name}|planes and len_d"):
+            call(stream, **{**given, name: value})
+    assert all(same(a, b) for a, b in zip(planes.bytes(), before, strict=True))
+    call(stream, **given)
+    assert not all(same(a, b) for a, b in zip(planes.bytes(), before, strict=True))
+
+
+@pytest.mark.parametrize("name", ["k_norm", "q_norm", "angles"])
+def test_a_turn_of_host_memory_is_refused(stream, name):
+    planes, rng = Planes(stream, H, D, 8), np.random.default_rng(6)
+    with pytest.raises(errors.ArgumentError, match=name):
+        append(planes, *normal(rng, 2, 2, H * D), HeadTurn(**{name: np.zeros(D, np.float32)}))
 
 
 def run_heads(fmt, source="kv/append_heads.cu", order="random", **how):

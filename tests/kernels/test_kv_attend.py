@@ -390,3 +390,114 @@ def test_refusals(stream):
             call(**bad)
     call()
     assert same(out.to_numpy(stream), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("n_kv_heads", (0, -1, None, "2", 2.0, True)),
+        ("rows", (0, -5, None, "x", 2.5, 2**31)),
+        ("head_dim", (None, "64", 64.0, True)),
+        ("k_format", (None, "q8_0", 5, np.zeros(3))),
+        ("v_format", (None, "q5_1", 5)),
+        ("k_plane", (None, 5, np.zeros(4096, np.uint8))),
+        ("v_plane", (None, 5, np.zeros(4096, np.uint8))),
+        ("len_d", (None, 5, np.zeros(1, np.int32))),
+        ("q", (None, np.zeros((1, 4, 64), np.float32))),
+        ("out", (None, np.zeros((1, 4, 64), np.float32))),
+        ("workspace", (None, np.zeros(1 << 18, np.float32))),
+        ("tickets", (5, np.zeros(64, np.uint32))),
+        ("table", (5, np.zeros((1, 5), np.uint64))),
+        ("lse", (5, np.zeros((1, 4), np.float32))),
+        ("softcap", (0.0, -1.0, 7e-46, 1e-45, 1e-300, 1e39, 10**400, "1", True, float("nan"))),
+        ("scale", (1e39, 10**400, float("inf"), "1")),
+        ("kernel", ("cuda", 5, np.zeros(3), ["simt"])),
+    ],
+)
+def test_what_is_none_of_an_argument(stream, name, values):
+    """Refused with the name of the argument, before any launch."""
+    planes, rng = filled(stream, 2, 64, 50)
+    planes.set_len(40)
+    out, space = (planes.poisoned(n) for n in (4 * 64 * 4, 1 << 20))
+    given = {
+        "q": planes.upload(normal(rng, 1, 4, 64)), "out": out.view(0, (1, 4, 64), np.float32),
+        "k_plane": planes.k, "v_plane": planes.v, "len_d": planes.len_d, "k_format": Q8_0,
+        "v_format": Q5_1, "rows": 50, "n_kv_heads": 2, "head_dim": 64,
+        "workspace": space.view(0, (1 << 18,), np.float32),
+    }  # fmt: skip
+    kv_attend.attend(stream, **given)
+    clean = out.to_numpy(stream), space.to_numpy(stream)
+    launched = stream.device.driver.counts().get("cuLaunchKernel", 0)
+    for value in values:
+        with pytest.raises(errors.ArgumentError, match=f"{name}|planes and len_d"):
+            kv_attend.attend(stream, **{**given, name: value})
+    assert stream.device.driver.counts().get("cuLaunchKernel", 0) == launched
+    assert all(same(a.to_numpy(stream), b) for a, b in zip((out, space), clean, strict=True))
+
+
+def test_the_least_cap_is_one(stream):
+    """The smallest number of f32 caps: every score that is not 0 weighs the same."""
+    planes, rng = filled(stream, 2, 64, 50)
+    planes.set_len(40)
+    q = normal(rng, 1, 4, 64)
+    assert not same(planes.attend(q, softcap=2.0**-149), planes.attend(q))
+    assert same(planes.attend(q, softcap=2.0**-149), planes.attend(q, softcap=2.0**-140))
+
+
+def test_results_and_workspace_that_lie_askew(stream):
+    """Both are written 16 bytes at a time, on whatever kernel."""
+    planes, rng = filled(stream, 2, 64, 50)
+    q = planes.upload(normal(rng, 1, 4, 64))
+    wide, space = planes.poisoned(4 * 64 * 4 + 16), planes.poisoned((1 << 20) + 16)
+    for at, space_at, name in ((4, 0, "out"), (8, 0, "out"), (0, 8, "workspace"), (0, 0, None)):
+        out = wide.view(at, (1, 4, 64), np.float32)
+        workspace = space.view(space_at, (1 << 18,), np.float32)
+
+        def call(out=out, workspace=workspace):
+            kv_attend.attend(
+                stream, q, planes.k, planes.v, out, len_d=planes.len_d, k_format=Q8_0,
+                v_format=Q5_1, rows=50, n_kv_heads=2, head_dim=64, workspace=workspace,
+            )  # fmt: skip
+
+        if name is None:
+            call()
+            continue
+        with pytest.raises(errors.ArgumentError, match=f"{name} must be 16-byte aligned"):
+            call()
+        assert (wide.to_numpy(stream) == 0xFF).all()
+
+
+@pytest.mark.parametrize("kernel", ["simt", "mma"])
+def test_results_of_another_dtype_are_refused_before_the_first_launch(stream, kernel):
+    planes, rng = filled(stream, 4, 64, 50)
+    q, space = planes.upload(normal(rng, 1, 4, 64)), planes.poisoned(1 << 20)
+    out = planes.poisoned(4 * 64 * 4).view(0, (1, 4, 64), np.float32)
+    late = {"out": out.view(0, (1, 4, 64), np.int32), "lse": out.view(0, (1, 4), np.int32)}
+    for name, buffer in late.items():
+        with pytest.raises(errors.ArgumentError, match=f"{name} must be of float32"):
+            kv_attend.attend(
+                stream, q, planes.k, planes.v, len_d=planes.len_d, k_format=Q8_0, v_format=Q5_1,
+                rows=50, n_kv_heads=4, head_dim=64, kernel=kernel,
+                workspace=space.view(0, (1 << 18,), np.float32), **{"out": out, name: buffer},
+            )  # fmt: skip
+    assert (space.to_numpy(stream) == 0xFF).all()
+
+
+def test_extents_that_no_launch_has(stream):
+    device = stream.device
+    good = {"n_rows": 1, "n_heads": 4, "head_dim_v": 64, "rows": 50}
+    assert kv_attend.workspace_bytes(device, **good) > 0
+    assert kv_attend.workspace_bytes(device, **{**good, "n_rows": 0}) == 0
+    for name in good:
+        for value in (-1, None, "4", 2.5, True, 2**31, *([] if name == "n_rows" else [0])):
+            with pytest.raises(errors.ArgumentError, match=name):
+                kv_attend.workspace_bytes(device, **{**good, name: value})
+    for bad in (0, -1, None, "8", 8.0, True):
+        with pytest.raises(errors.ArgumentError, match="choose: n_kv_heads"):
+            kv_attend.choose(device, Q8_0, Q5_1, 128, n_kv_heads=bad)
+    for formats in ((None, Q5_1), (Q8_0, "q5_1")):
+        with pytest.raises(errors.ArgumentError, match=r"choose: ._format"):
+            kv_attend.choose(device, *formats, 128, n_kv_heads=8)
+    for options in ({"group": None}, {"max_rows": 0}, {"max_rows": "x"}, {"n_kv_heads": 0}):
+        with pytest.raises(errors.ArgumentError, match=f"prepare: {next(iter(options))}"):
+            kv_attend.prepare(device, Q8_0, Q5_1, 64, **options)
