@@ -93,7 +93,6 @@ class Output:
     ms: float
 
 
-@functools.cache
 def library() -> Library:
     """Load NVRTC once and describe it.
 
@@ -102,6 +101,15 @@ def library() -> Library:
     ToolkitMismatch
         When the bindings or the library are not there, or do not fit together.
     """
+    with _loading:  # threads that compile come here at once, and its digest takes 0.2 s
+        return _library()
+
+
+_loading = threading.Lock()
+
+
+@functools.cache
+def _library() -> Library:
     api = _api()
     version = _call(api, "nvrtcVersion")
     archs = _call(api, "nvrtcGetSupportedArchs")[0]

@@ -6,6 +6,7 @@ two are joined when a kernel is loaded, and must agree.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -101,6 +102,12 @@ class Signature:
 
 def parse(text: str) -> dict[str, Signature]:
     """Find every ``__global__`` function of a text, by name; the first of a name wins."""
+    return dict(_functions(text))
+
+
+# Many compilations include the same headers.
+@functools.lru_cache(maxsize=256)
+def _functions(text: str) -> Mapping[str, Signature]:
     stream = [t for t in tokens(text) if t.kind != "directive"]
     found: dict[str, Signature] = {}
     for i, token in enumerate(stream):

@@ -129,7 +129,7 @@ class KernelSpec:
         return tuple(self.expression(**instance) for instance in self.instances)
 
 
-_TOGETHER = 12  # instances of a source that are compiled and loaded as one module
+_TOGETHER = 6  # instances of a source that are compiled and loaded as one module
 
 _specs: dict[str, KernelSpec] = {}
 _families_loaded = False
@@ -224,6 +224,15 @@ def preload(
         return _load(device, [key for key in keys if key not in device.memo], workers)
 
 
+def compiled(
+    arch: str, specs: Iterable[KernelSpec] | None = None, *, workers: int | None = None
+) -> list[CompiledImage]:
+    """Compile what :func:`preload` would load on a device of an architecture, without one."""
+    chosen = specs if specs is not None else all_specs()
+    keys = dict.fromkeys((__name__, s.source, name) for s in chosen for name in s.expressions)
+    return [image for _, _, image in _images(arch, _jobs(keys), workers)]
+
+
 def images(
     arch: str, specs: Iterable[KernelSpec] | None = None, *, workers: int | None = None
 ) -> dict[str, CompiledImage]:
@@ -269,10 +278,7 @@ def _note(arch: str, keys: Iterable[tuple[str, str, str]]) -> None:
 
 
 def _load(device: Device, keys: Iterable[tuple[str, str, str]], workers: int | None = None) -> int:
-    by_source: dict[str, list[str]] = {}
-    for _, source, name in keys:
-        by_source.setdefault(source, []).append(name)
-    jobs = [(source, part) for source, names in by_source.items() for part in _parts(names)]
+    jobs = _jobs(keys)
     # A module is loaded while the next images are still read or compiled.
     for source, names, image in _images(device.arch, jobs, workers):
         module = device.module(image)
@@ -281,10 +287,16 @@ def _load(device: Device, keys: Iterable[tuple[str, str, str]], workers: int | N
     return len(jobs)
 
 
-def _parts(names: Sequence[str]) -> list[Sequence[str]]:
-    """Divide the instances of a source, so that no thread has most of the work to itself."""
-    n = -(-len(names) // _TOGETHER)
-    return [names[i::n] for i in range(n)]
+def _jobs(keys: Iterable[tuple[str, str, str]]) -> list[tuple[str, Sequence[str]]]:
+    """Divide the instances of each source, so that no thread has most of the work to itself."""
+    by_source: dict[str, list[str]] = {}
+    for _, source, name in keys:
+        by_source.setdefault(source, []).append(name)
+    jobs: list[tuple[str, Sequence[str]]] = []
+    for source, names in by_source.items():
+        n = -(-len(names) // _TOGETHER)
+        jobs += [(source, names[i::n]) for i in range(n)]
+    return jobs
 
 
 def _images(

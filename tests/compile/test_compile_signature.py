@@ -75,3 +75,10 @@ def test_template_types_are_put_in() -> None:
     assert [p.ctype for p in done.params] == ["float*", "Pair<int, 2>*", "float", "int"]
     assert signature.split_name("ns::f<64, g<1,2>>") == ("f", ("64", "g<1,2>"))
     assert signature.split_name("f") == ("f", ())
+
+
+def test_a_text_that_was_read_before_gives_an_answer_of_its_own() -> None:
+    text = "__global__ void once(int* a) {}"
+    first = signature.parse(text)
+    first.clear()
+    assert list(signature.parse(text)) == ["once"]

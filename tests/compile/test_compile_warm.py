@@ -7,6 +7,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -57,6 +60,28 @@ def test_a_second_process_loads_no_compiler(sample: str, tmp_path: Path) -> None
 
 def test_what_is_remembered_is_what_was_loaded(memory: Path) -> None:
     assert nvrtc.remembered() == nvrtc.library()
+
+
+def test_threads_that_begin_together_describe_the_library_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known, digests = nvrtc.library(), []
+    meet = threading.Barrier(4)
+
+    def slow(path: str) -> str:
+        digests.append(path)
+        time.sleep(0.05)  # as long as others may need to come here too
+        return known.digest
+
+    def begin(_: int) -> nvrtc.Library:
+        meet.wait()
+        return nvrtc.library()
+
+    nvrtc._library.cache_clear()
+    monkeypatch.setattr(nvrtc, "_library_digest", slow)
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(begin, range(4))) == {known}
+    assert len(digests) == 1
 
 
 def test_nothing_is_remembered_while_the_library_is_loaded(memory: Path) -> None:

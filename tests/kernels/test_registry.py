@@ -1,5 +1,6 @@
 """The registry, and what NVRTC makes of every ahead-of-time instance on every architecture."""
 
+import dataclasses
 import importlib
 
 import numpy as np
@@ -142,6 +143,20 @@ def test_preload_leaves_nothing_to_load(device, stream, monkeypatch):
             for instance in s.instances:
                 assert registry.kernel(device, s.name, **instance).name
     graph.close()
+
+
+@pytest.mark.nvrtc
+def test_a_source_is_divided_and_every_instance_is_compiled_once():
+    """As a start does it: no thread gets most of the work."""
+    spec = registry.spec("append_few")
+    pairs = [(k, v) for k in ("F16", "BF16", "F32", "E4M3") for v in ("F16", "BF16")]
+    spec = dataclasses.replace(
+        spec, instances=tuple({"k_format": k, "v_format": v} for k, v in pairs)
+    )
+    images = registry.compiled("sm_90", [spec, registry.spec("move_rows")])
+    asked = [sorted(set(image.entries) & set(spec.expressions)) for image in images]
+    assert sorted(map(len, asked)) == [0, 4, 4] and len(images) == 3
+    assert sorted(name for names in asked for name in names) == sorted(spec.expressions)
 
 
 @pytest.mark.nvrtc
