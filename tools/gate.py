@@ -146,8 +146,8 @@ FAULTS = (
     ),
     Fault(
         "second-part-lost", "the weights of attention over f16 keep 11 bits",
-        "cuda_src/common/attend_f16_step.cuh",
-        "parts[1] = pack_halves((x0 - c0) * FINER, (x1 - c1) * FINER);", "parts[1] = 0u;",
+        "cuda_src/common/attend_f16_parts.cuh",
+        "parts[1] = pack_halves((x0 - c0) * finer, (x1 - c1) * finer);", "parts[1] = 0u;",
         ("tests/kernels/test_kv_attend_f16.py::test_lengths_around_every_edge",),
     ),
     Fault(

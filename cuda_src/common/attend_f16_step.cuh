@@ -1,163 +1,19 @@
-// One step of attention on tensor cores over small floats: 32 keys of f16, bf16 or e4m3, in class `exact`.
+// One step of attention on tensor cores in f16: 32 keys, in class `exact`.
 //
-// A warp serves QUERIES queries of one kv head, 8 of them a set. K and V are multiplied as they are
-// stored (e4m3 as f16, which holds it), q and p in parts that hold them:
+// A warp serves SETS sets of 8 queries of one kv head. K and V are multiplied as they are stored (e4m3 as
+// f16, which holds it; formats with scales: common/attend_packed.cuh), q and p in parts that hold them:
 //
-//   f16, e4m3  two parts of 11 bits, the second 2^11 times as large, so that it is in the range of f16
-//              where the first is; summed apart. q is lifted by a power of two a query.
-//   bf16       three parts of 8 bits, which are all of an f32.
+//   bf16        three parts of 8 bits, which are all of an f32.
+//   the others  two parts of 11 bits, the second 2^11 times as large where it has sums of its own, so that it
+//               is in the range of f16 where the first is. q is lifted by a power of two a query.
 //
-// Tensor cores cut off low bits when they add: their sums go over 128 channels of a score, or the 32 keys
-// of a step, and from there on in f32.
+// Tensor cores cut off low bits when they add: their sums go over 128 channels of a score (32 of q8_0), or
+// the 32 keys of a step, and from there on in f32.
 //
 // p is held against a power of two, the query's reference. A masked key weighs exactly 0. No lane's
 // sum depends on another query.
 #pragma once
-#include "common/attend_walk.cuh"
-#include "common/block32.cuh"
-#include "common/fragments.cuh"
-#include "common/joined_chunks.cuh"
-#include "common/mma.cuh"
-
-constexpr int SET = 8;              // queries
-constexpr int TILES = STEP / 8;     // of 8 keys
-constexpr float LOG2_E = 1.4426950408889634f;
-constexpr int LIFTED = 15;          // |q| < 2^15
-constexpr float FINER = 2048.0f;    // of a second part
-constexpr float LEAST_FACTOR = 1.1754944e-38f;
-
-template <int F>
-__host__ __device__ constexpr int element_bytes() { return F == E4M3 ? 1 : 2; }
-// Words of a fragment of q, and parts of p.
-template <int F>
-__host__ __device__ constexpr int query_words() { return F == BF16 ? 6 : 4; }
-template <int F>
-__host__ __device__ constexpr int weight_parts() { return F == BF16 ? 3 : 2; }
-// p <= 2^TOP; a new reference leaves room for growth.
-template <int F>
-__host__ __device__ constexpr int top_of_weights() { return F == BF16 ? 0 : 15; }
-constexpr int ROOM = 3;
-
-// What a decoded number is to be multiplied with: without an instruction for it, e4m3 is moved to f16
-// bit by bit, which leaves its exponent 8 too small.
-#if MEMRA_CUDA && __CUDA_ARCH__ >= 890
-constexpr float E4M3_UNIT = 1.0f;
-#else
-constexpr float E4M3_UNIT = 256.0f;
-#endif
-template <int F>
-__host__ __device__ constexpr float unit_of() { return F == E4M3 ? E4M3_UNIT : 1.0f; }
-
-// Rows of a stage lie 4 banks apart, so that the 8 rows of a tile are read at once.
-__host__ __device__ constexpr int row_pitch(int bytes) { return (bytes + 127) / 128 * 128 + 16; }
-
-// Two f16 of the lower two e4m3, and two of the upper two.
-__device__ __forceinline__ void widen(uint32_t four, uint32_t& low, uint32_t& high) {
-#if MEMRA_CUDA && __CUDA_ARCH__ >= 890
-    asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\n"
-        "cvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
-        : "=r"(low), "=r"(high)
-        : "r"(four));
-#else
-    const uint32_t pairs[2] = {__byte_perm(four, 0u, 0x1404), __byte_perm(four, 0u, 0x3424)};
-    uint32_t found[2];
-    for (int i = 0; i < 2; i++) {
-        const uint32_t size = (pairs[i] >> 1) & 0x3F803F80u;
-        const uint32_t nan = (size + 0x00800080u) & 0x40004000u;  // of 0x7F alone
-        found[i] = size | nan | (pairs[i] & 0x80008000u);
-    }
-    low = found[0], high = found[1];
-#endif
-}
-
-// Four tiles of 8 rows of 16 bytes in shared memory, as load_across_x4 of common/fragments.cuh, but read
-// along the rows: with g = lane / 4 and t = lane % 4, out[i] is the 32-bit word number t of row g of tile i.
-__device__ __forceinline__ void load_along_x4(uint32_t* out, const uint8_t* base, int own, int pitch,
-                                              int odd, int upper) {
-#if MEMRA_CUDA
-    const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(base + own));
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-                 : "r"(at)
-                 : "memory");
-#else
-    const int lane = threadIdx.x % WARP_LANES;
-    const uint8_t* word = base + (lane / 4) * pitch + (lane % 4) * 4;
-    for (int i = 0; i < 4; ++i)
-        out[i] = *reinterpret_cast<const uint32_t*>(word + (i & 1) * odd + (i >> 1) * upper);
-#endif
-}
-
-// Fragments of 32 channels of 16 keys, [half of the channels][...]. `rows`: the channels of the first
-// key; `own`: lane_offset() of the lane.
-__device__ __forceinline__ int lane_offset(int lane, int pitch) {
-    return across_offset(lane, pitch, 16, 8 * pitch);
-}
-// Of K as B: two words of each tile of 8 keys.
-template <int F>
-__device__ __forceinline__ void load_keys(uint32_t (&b)[2][4], const uint8_t* rows, int own,
-                                          int pitch) {
-    if constexpr (F == E4M3) {
-        uint32_t raw[4];  // [tile][half]
-        load_along_x4(raw, rows, own, pitch, 16, 8 * pitch);
-#pragma unroll
-        for (int i = 0; i < 4; i++) widen(raw[i], b[i % 2][i / 2 * 2], b[i % 2][i / 2 * 2 + 1]);
-    } else {
-#pragma unroll
-        for (int h = 0; h < 2; h++)
-            load_along_x4(b[h], rows + 32 * h, own, pitch, 16, 8 * pitch);
-    }
-}
-// Of V as A.
-template <int F>
-__device__ __forceinline__ void load_values(uint32_t (&a)[2][4], const uint8_t* rows, int own,
-                                            int pitch) {
-    if constexpr (F == E4M3) {
-        uint32_t raw[4];  // [half of the keys][half], channels 2g and 2g + 1 of two keys
-        load_across_x4(raw, rows, own, pitch, 16, 8 * pitch);
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            widen(__byte_perm(raw[i], raw[i], 0x3120), a[i % 2][i / 2 * 2], a[i % 2][i / 2 * 2 + 1]);
-    } else {
-#pragma unroll
-        for (int h = 0; h < 2; h++)
-            load_across_x4(a[h], rows + 32 * h, own, pitch, 16, 8 * pitch);
-    }
-}
-// The channel, of 16, of row g + 8 * upper of such a fragment.
-template <int F>
-__device__ __forceinline__ int channel_of(int g, int upper) {
-    return F == E4M3 ? 2 * g + upper : g + 8 * upper;
-}
-
-template <int F>
-__device__ __forceinline__ void multiply(float* d, const uint32_t* a, const uint32_t* b,
-                                         const float* c) {
-    if constexpr (F == BF16) mma_m16n8k16_bf16(d, a, b, c);
-    else mma_m16n8k16_f16(d, a, b, c);
-}
-
-// Parts of two numbers, [part], the first number in the lower half.
-template <int F>
-__device__ __forceinline__ void split_two(float x0, float x1, uint32_t* parts) {
-    if constexpr (F == BF16) {
-#pragma unroll
-        for (int i = 0; i < 3; i++) {
-            const uint32_t y0 = __float_as_uint(x0), y1 = __float_as_uint(x1);
-            parts[i] = __byte_perm(y0, y1, 0x7632);
-            x0 = x0 - __uint_as_float(y0 & 0xFFFF0000u), x1 = x1 - __uint_as_float(y1 & 0xFFFF0000u);
-        }
-    } else {
-        const float c0 = coarse_part(x0), c1 = coarse_part(x1);
-        parts[0] = pack_halves(c0, c1);
-        parts[1] = pack_halves((x0 - c0) * FINER, (x1 - c1) * FINER);
-    }
-}
-// Adds to a sum what tensor cores found of its parts.
-template <int F>
-__device__ __forceinline__ float add_parts(float sum, float first, float second) {
-    return F == BF16 ? (sum + first) + second : fmaf(second, 1.0f / FINER, sum + first);
-}
+#include "common/attend_packed.cuh"
 
 // Of D / 16 fragments of a set of queries so many lie in shared memory, where registers would not do.
 template <int D, int SETS>
@@ -179,8 +35,9 @@ struct QuerySet {
         float most = 0.0f;
 #pragma unroll
         for (int i = 0; i < D / 16; i++) {
-            if constexpr (F == E4M3) {
-                const float4 four = *reinterpret_cast<const float4*>(q + 16 * i + 4 * t);
+            if constexpr (F == E4M3 || is_packed<F>()) {
+                const int first = is_packed<F>() ? 32 * (i / 2) + 8 * t + 4 * (i % 2) : 16 * i + 4 * t;
+                const float4 four = *reinterpret_cast<const float4*>(q + first);
                 x[i][0] = four.x, x[i][1] = four.y, x[i][2] = four.z, x[i][3] = four.w;
             } else {
                 const float2 low = *reinterpret_cast<const float2*>(q + 16 * i + 2 * t);
@@ -216,35 +73,56 @@ struct QuerySet {
     }
 };
 
+template <int F, int D>
+__host__ __device__ constexpr int fragments_of_values() {
+    if constexpr (is_packed<F>()) return Pieces<F, D>::TILES + Pieces<F, D>::MINIMA;
+    else return D / 16;
+}
+
 // Sums of a warp over a chunk: weights for the query of its lane group (a part of them a lane), p * V for
-// the queries of its columns, [tile of 16 channels][column].
-template <int KF, int D, int SETS>
+// the queries of its columns, [fragment of V][column].
+template <int KF, int VF, int D, int SETS>
 struct WarpState {
     static_assert(KF != BF16 || shared_fragments<D, SETS>() == 0, "three parts are too many");
+    static constexpr int TILES = fragments_of_values<VF, D>();
     QuerySet<KF, D, shared_fragments<D, SETS>()> q[SETS];
     float reference[SETS], weight[SETS];
-    float sums[SETS][D / 16][4];
+    float sums[SETS][TILES][4];
 };
 
-template <int KF, int D, int SETS>
-__device__ __forceinline__ void begin_chunk(WarpState<KF, D, SETS>& state) {
+template <int KF, int VF, int D, int SETS>
+__device__ __forceinline__ void begin_chunk(WarpState<KF, VF, D, SETS>& state) {
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
         state.reference[s] = NO_REFERENCE, state.weight[s] = 0.0f;
 #pragma unroll
-        for (int i = 0; i < D / 4; i++) state.sums[s][i / 4][i % 4] = 0.0f;
+        for (int i = 0; i < 4 * state.TILES; i++) state.sums[s][i / 4][i % 4] = 0.0f;
+    }
+}
+
+// A fragment of the queries of a set. shared: those in shared memory, of each set.
+template <int KF, int VF, int D, int SETS>
+__device__ __forceinline__ void query_fragment(const WarpState<KF, VF, D, SETS>& state, int s, int at,
+                                               const uint4 (*shared)[WARP_LANES], int lane,
+                                               uint32_t* words) {
+    constexpr int N_SHARED = shared_fragments<D, SETS>(), HELD = D / 16 - N_SHARED;
+    if (at < HELD) {
+#pragma unroll
+        for (int e = 0; e < query_words<KF>(); e++) words[e] = state.q[s].words[at < HELD ? at : 0][e];
+    } else {
+        const uint4 four = shared[s * N_SHARED + at - HELD][lane];
+        words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
     }
 }
 
 // Raw scores of the keys 8 * tile + 2t + i. shared: the fragments of q in shared memory, of each set.
-template <int KF, int D, int SETS, int PITCH>
-__device__ __forceinline__ void score_keys(const WarpState<KF, D, SETS>& state, const uint8_t* k,
+template <int PITCH, int KF, int VF, int D, int SETS, int N>
+__device__ __forceinline__ void score_keys(const WarpState<KF, VF, D, SETS>& state, const uint8_t* k,
                                            int own, int lane, const uint4 (*shared)[WARP_LANES],
-                                           float (&scores)[SETS][TILES][2]) {
-    constexpr int N_SHARED = shared_fragments<D, SETS>(), HELD = D / 16 - N_SHARED;
+                                           float (&scores)[SETS][N][2]) {
     constexpr int CHAIN = D < 128 ? D / 16 : 8;  // fragments whose sum the tensor cores make
 #pragma unroll
-    for (int pair = 0; pair < TILES / 2; pair++) {
+    for (int pair = 0; pair < N / 2; pair++) {
 #pragma unroll
         for (int first = 0; first < D / 16; first += CHAIN) {
             float low[SETS][2][4], rest[SETS][KF == BF16 ? 2 : 1][4];
@@ -263,16 +141,8 @@ __device__ __forceinline__ void score_keys(const WarpState<KF, D, SETS>& state, 
                 for (int i = 0; i < 2; i++)
 #pragma unroll
                     for (int s = 0; s < SETS; s++) {
-                        const int at = first + 2 * half + i;
                         uint32_t q[query_words<KF>()];
-                        if (at < HELD) {
-#pragma unroll
-                            for (int e = 0; e < query_words<KF>(); e++)
-                                q[e] = state.q[s].words[at < HELD ? at : 0][e];
-                        } else {
-                            const uint4 four = shared[s * N_SHARED + at - HELD][lane];
-                            q[0] = four.x, q[1] = four.y, q[2] = four.z, q[3] = four.w;
-                        }
+                        query_fragment(state, s, first + 2 * half + i, shared, lane, q);
 #pragma unroll
                         for (int tile = 0; tile < 2; tile++) {
                             multiply<KF>(low[s][tile], q, b[i] + 2 * tile, low[s][tile]);
@@ -297,8 +167,8 @@ __device__ __forceinline__ void score_keys(const WarpState<KF, D, SETS>& state, 
 }
 
 // Raises the reference of the lane group's query if `highest` is too far above it.
-template <int VF, int KF, int D, int SETS>
-__device__ __forceinline__ void raise(WarpState<KF, D, SETS>& state, int s, float highest, int t) {
+template <int KF, int VF, int D, int SETS>
+__device__ __forceinline__ void raise(WarpState<KF, VF, D, SETS>& state, int s, float highest, int t) {
     highest = fmaxf(highest, __shfl_xor_sync(FULL_MASK, highest, 1));
     highest = fmaxf(highest, __shfl_xor_sync(FULL_MASK, highest, 2));
     const float old = state.reference[s];
@@ -309,33 +179,27 @@ __device__ __forceinline__ void raise(WarpState<KF, D, SETS>& state, int s, floa
     const float shrink0 = __shfl_sync(FULL_MASK, shrink, 8 * t);
     const float shrink1 = __shfl_sync(FULL_MASK, shrink, 8 * t + 4);
 #pragma unroll
-    for (int m = 0; m < D / 16; m++)
+    for (int m = 0; m < state.TILES; m++)
 #pragma unroll
         for (int r = 0; r < 4; r++)
             state.sums[s][m][r] = state.sums[s][m][r] * (r % 2 ? shrink1 : shrink0);
 }
 
-// The halves of a word that are not finite.
-template <int F>
-__device__ __forceinline__ uint32_t wild_halves(uint32_t two) {
-    constexpr uint32_t EXPONENT = F == BF16 ? 0x7F80u : 0x7C00u;
-    return ((two & EXPONENT) == EXPONENT ? 0xFFFFu : 0u) |
-           ((two >> 16 & EXPONENT) == EXPONENT ? 0xFFFF0000u : 0u);
-}
 template <int F>
 constexpr uint32_t ONE = F == BF16 ? 0x3F80u : 0x3C00u;
 
 // Makes NaN of the sums that see a value which is not finite, in a step that some query does not see
 // wholly. `own_key`: this lane's first key; seen(set): the keys that the lane group's query sees.
-template <int VF, int PITCH, int KF, int D, int SETS, class Seen>
-__device__ __forceinline__ void spoil(WarpState<KF, D, SETS>& state, const uint8_t* v, int own,
+template <int PITCH, int KF, int VF, int D, int SETS, class Seen>
+__device__ __forceinline__ void spoil(WarpState<KF, VF, D, SETS>& state, const uint8_t* v, int own,
                                       int32_t own_key, Seen seen) {
-    uint32_t ones[SETS][2][2];  // where a query sees a key
+    constexpr int HALVES = 2 / halves_of<KF, VF>();  // of a step, that are the warp's
+    uint32_t ones[SETS][HALVES][2];  // where a query sees a key
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
         const int2 keys = seen(s);
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < 2 * HALVES; i++) {
             const int32_t at = own_key + 8 * i;
             ones[s][i / 2][i % 2] = (at >= keys.x && at < keys.y ? ONE<VF> : 0u) |
                                     (at + 1 >= keys.x && at + 1 < keys.y ? ONE<VF> << 16 : 0u);
@@ -345,7 +209,7 @@ __device__ __forceinline__ void spoil(WarpState<KF, D, SETS>& state, const uint8
 #pragma unroll 1
     for (int both = 0; both < D / 32; both++) {
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
+        for (int half = 0; half < HALVES; half++) {
             uint32_t a[2][4];
             load_values<VF>(a, v + half * 16 * PITCH + both * 32 * element_bytes<VF>(), own, PITCH);
 #pragma unroll
@@ -373,22 +237,22 @@ __device__ __forceinline__ void spoil(WarpState<KF, D, SETS>& state, const uint8
 
 // Adds the values of a step; p: parts of the weights, [set][part][half of the keys][word]. With GUARDED,
 // what is not finite counts as 0, which a weight of 0 would not make it; returns whether this lane met it.
-template <bool GUARDED, int VF, int PITCH, int KF, int D, int SETS>
-__device__ __forceinline__ bool add_values(WarpState<KF, D, SETS>& state, const uint8_t* v, int own,
-                                           const uint32_t (&p)[SETS][weight_parts<VF>()][2][2]) {
+template <bool GUARDED, int PITCH, int KF, int VF, int D, int SETS, int HALVES>
+__device__ __forceinline__ bool add_values(WarpState<KF, VF, D, SETS>& state, const uint8_t* v, int own,
+                                           const uint32_t (&p)[SETS][weight_parts<VF>()][HALVES][2]) {
     uint32_t wild = 0u;
 #pragma unroll
     for (int both = 0; both < D / 32; both++) {
-        uint32_t a[2][2][4];  // [half of the keys][tile of channels]
+        uint32_t a[HALVES][2][4];  // [half of the keys][tile of channels]
 #pragma unroll
-        for (int half = 0; half < 2; half++)
+        for (int half = 0; half < HALVES; half++)
             load_values<VF>(a[half], v + half * 16 * PITCH + both * 32 * element_bytes<VF>(), own,
                             PITCH);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             if constexpr (GUARDED) {
 #pragma unroll
-                for (int e = 0; e < 8; e++) {
+                for (int e = 0; e < 4 * HALVES; e++) {
                     uint32_t& two = a[e / 4][i][e % 4];
                     const uint32_t halves = wild_halves<VF>(two);
                     two &= ~halves, wild |= halves;
@@ -400,7 +264,7 @@ __device__ __forceinline__ bool add_values(WarpState<KF, D, SETS>& state, const 
 #pragma unroll
                 for (int part = weight_parts<VF>() - 1; part >= 0; part--)  // the smallest first
 #pragma unroll
-                    for (int half = 0; half < 2; half++) {
+                    for (int half = 0; half < HALVES; half++) {
                         float* const sum = part == 0 ? first : second;
                         multiply<VF>(sum, a[half][i], p[s][part][half], sum);
                     }
@@ -413,62 +277,125 @@ __device__ __forceinline__ bool add_values(WarpState<KF, D, SETS>& state, const 
     return wild != 0u;
 }
 
-// Adds the keys [key, key + STEP) to the sums. k, v: the rows of the head; own_k, own_v: lane_offset();
-// shared: fragments of q.
-// masked: some query does not see some key; seen as in spoil().
-template <int VF, int PITCH_K, int PITCH_V, int KF, int D, int SETS, class Seen>
-__device__ __forceinline__ void step(WarpState<KF, D, SETS>& state, const uint8_t* k, const uint8_t* v,
-                                     int own_k, int own_v, int lane,
-                                     const uint4 (*shared)[WARP_LANES], int32_t key, bool masked,
+// Where a lane reads in the rows of its warp's keys.
+struct Reader {
+    int k, v;         // in bytes, from the head
+    uint64_t blocks;  // of the pieces of packed values, 3 bits each
+};
+// PITCH_K, PITCH_V: bytes from row to row; head: of the block's.
+template <int KF, int VF, int D, int PITCH_K, int PITCH_V>
+__device__ __forceinline__ Reader reader_of(int lane, int head) {
+    Reader reader = {lane_offset(lane, PITCH_K), lane_offset(lane, PITCH_V), 0};
+    if constexpr (is_packed<KF>()) reader.k = lane / 4 * PITCH_K + 8 * (lane % 4);
+    if constexpr (is_packed<VF>()) {
+        using Own = Pieces<VF, D>;
+        reader.v = -2 * Own::shift(head);
+        if constexpr (VF != Q5_1) {
+#pragma unroll
+            for (int p = 0; p < Own::N; p++)
+                reader.blocks |= uint64_t(Own::block(p, lane / 4, Own::shift(head))) << 3 * p;
+        }
+    }
+    return reader;
+}
+
+// The keys from `key` on that a query sees, a bit each.
+__device__ __forceinline__ uint32_t seen_bits(int2 keys, int32_t key) {
+    const int32_t from = keys.x > key ? keys.x - key : 0, behind = keys.y - key;
+    if (from >= 32 || behind <= from) return 0u;
+    return (behind >= 32 ? 0xFFFFFFFFu : (1u << behind) - 1u) & ~((1u << from) - 1u);
+}
+
+// Adds a warp's keys of a step, from `key` on, to the sums. k, v: their rows, at the head; shared:
+// fragments of q; masked: some query does not see some key; seen as in spoil(). The lanes have met since the
+// step before, whose tables they read.
+template <int PITCH_K, int PITCH_V, int KF, int VF, int D, int SETS, class Seen>
+__device__ __forceinline__ void step(WarpState<KF, VF, D, SETS>& state, const uint8_t* k, const uint8_t* v,
+                                     const Reader& reader, int lane, const uint4 (*shared)[WARP_LANES],
+                                     StepTables<KF, VF, D>& tables, int32_t key, bool masked,
                                      float softcap, Seen seen) {
+    constexpr int OWN_TILES = TILES / halves_of<KF, VF>();
     const int t = lane % 4;
     const int32_t own_key = key + 2 * t;
-    float scores[SETS][TILES][2];
-    score_keys<KF, D, SETS, PITCH_K>(state, k, own_k, lane, shared, scores);
-    uint32_t p[SETS][weight_parts<VF>()][2][2];
+    float scores[SETS][OWN_TILES][2];
+    uint32_t found = 0u;
+    if constexpr (StepTables<KF, VF, D>::USED) {
+        found = fill_tables<KF, VF, D>(tables, k + lane % OWN * PITCH_K, v + lane % OWN * PITCH_V, lane,
+                                       masked);
+        __syncwarp();
+    }
+    if constexpr (is_packed<KF>()) {
+        const auto fragment = [&](int s, int at, uint32_t* words) {
+            query_fragment(state, s, at, shared, lane, words);
+        };
+        score_packed<D, SETS, PITCH_K, 0>(k + reader.k, tables.k[0] + 4 * t, fragment, scores);
+    } else {
+        score_keys<PITCH_K>(state, k, reader.k, lane, shared, scores);
+    }
+    uint32_t p[SETS][weight_parts<VF>()][OWN_TILES / 2][2];
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
         float factor = state.q[s].factor;
         if (softcap > 0.0f) {
 #pragma unroll 1
-            for (int i = 0; i < 2 * TILES; i++) {  // in turn, for the sake of its size
+            for (int i = 0; i < 2 * OWN_TILES; i++) {  // in turn, for the sake of its size
                 const float score = softcap * tanhf(scores[s][0][0] * factor / softcap) * LOG2_E;
 #pragma unroll
-                for (int e = 0; e < 2 * TILES - 1; e++)
+                for (int e = 0; e < 2 * OWN_TILES - 1; e++)
                     scores[s][e / 2][e % 2] = scores[s][(e + 1) / 2][(e + 1) % 2];
-                scores[s][TILES - 1][1] = score;
+                scores[s][OWN_TILES - 1][1] = score;
             }
             factor = 1.0f;
         }
         if (masked) {
             const int2 keys = seen(s);
 #pragma unroll
-            for (int i = 0; i < 2 * TILES; i++) {
+            for (int i = 0; i < 2 * OWN_TILES; i++) {
                 const int32_t at = own_key + i / 2 * 8 + i % 2;
                 if (at < keys.x || at >= keys.y) scores[s][i / 2][i % 2] = -INF_F32;
             }
         }
         float highest = -INF_F32;
 #pragma unroll
-        for (int i = 0; i < 2 * TILES; i++) highest = fmaxf(highest, scores[s][i / 2][i % 2]);
+        for (int i = 0; i < 2 * OWN_TILES; i++) highest = fmaxf(highest, scores[s][i / 2][i % 2]);
         highest = highest * factor;
         if (__any_sync(FULL_MASK, highest - top_of_weights<VF>() > state.reference[s]))
-            raise<VF>(state, s, highest, t);
+            raise(state, s, highest, t);
+        float weights[OWN_TILES][2];
 #pragma unroll
-        for (int tile = 0; tile < TILES; tile++) {
-            const float p0 = exp2_fast(fmaf(scores[s][tile][0], factor, -state.reference[s]));
-            const float p1 = exp2_fast(fmaf(scores[s][tile][1], factor, -state.reference[s]));
-            state.weight[s] = (state.weight[s] + p0) + p1;
+        for (int tile = 0; tile < OWN_TILES; tile++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                weights[tile][i] = exp2_fast(fmaf(scores[s][tile][i], factor, -state.reference[s]));
+            state.weight[s] = (state.weight[s] + weights[tile][0]) + weights[tile][1];
+        }
+        if constexpr (is_packed<VF>()) {
+            if (found & LIFTED_KEYS) {
+#pragma unroll
+                for (int i = 0; i < 2 * OWN_TILES; i++)
+                    weights[i / 2][i % 2] = weights[i / 2][i % 2] * tables.lift[4 * t + i];
+            }
+        }
+#pragma unroll
+        for (int tile = 0; tile < OWN_TILES; tile++) {
             uint32_t parts[weight_parts<VF>()];
-            split_two<VF>(p0, p1, parts);
+            split_two<VF>(weights[tile][0], weights[tile][1], parts, is_packed<VF>() ? 1.0f : FINER);
 #pragma unroll
             for (int i = 0; i < weight_parts<VF>(); i++) p[s][i][tile / 2][tile % 2] = parts[i];
         }
     }
-    if (masked) {
-        const bool wild = add_values<true, VF, PITCH_V>(state, v, own_v, p);
-        if (__any_sync(FULL_MASK, wild)) spoil<VF, PITCH_V>(state, v, own_v, own_key, seen);
+    if constexpr (is_packed<VF>()) {
+        add_packed<KF, VF, D, SETS, PITCH_V>(state.sums, tables, v + reader.v, lane, reader.blocks, p);
+        if (found & WILD_KEYS) {
+            uint32_t keys[SETS];
+#pragma unroll
+            for (int s = 0; s < SETS; s++) keys[s] = seen_bits(seen(s), key);
+            spoil_packed<KF, VF, D, SETS>(state.sums, tables, lane, reader.blocks, keys);
+        }
+    } else if (masked) {
+        const bool wild = add_values<true, PITCH_V>(state, v, reader.v, p);
+        if (__any_sync(FULL_MASK, wild)) spoil<PITCH_V>(state, v, reader.v, own_key, seen);
     } else {
-        add_values<false, VF, PITCH_V>(state, v, own_v, p);
+        add_values<false, PITCH_V>(state, v, reader.v, p);
     }
 }

@@ -3,6 +3,7 @@
 #include "common/attend_team.cuh"
 #include "common/convert.cuh"
 #include "common/mma.cuh"
+#include "common/q8_codes.cuh"
 
 // What this lane holds of a query: 8 elements of every 32.
 template <int D>
@@ -73,34 +74,6 @@ __device__ __forceinline__ void take_query(WarpState<D, Q>& state, QueryTables<D
     if (softcap <= 0.0f) factor = factor * LOG2_E;
     if (lane % 4 == 0 && (THREE || !odd))
         own.factor[Own::first_query(member) + query_of_group<Own::QUERIES>(lane / 4)] = factor;
-}
-
-// 8 codes of a key from channel 8t of block B on; `own` is 8t bytes behind the head.
-template <int D, int B>
-__device__ __forceinline__ void load_codes(const uint8_t* own, uint32_t* codes) {
-    const uint8_t* at = own + B * K_BLOCK_BYTES + B % 2 * 2;  // a word before or at the codes
-    constexpr bool WIDE = D % 128 == 0;
-    if constexpr (B % 2 == 0) {  // the codes begin in the middle of a word
-        uint32_t w0, w1, w2;
-        if constexpr (WIDE && B % 4 == 0) {
-            const uint2 w = *reinterpret_cast<const uint2*>(at);
-            w0 = w.x, w1 = w.y, w2 = *reinterpret_cast<const uint32_t*>(at + 8);
-        } else if constexpr (WIDE) {
-            const uint2 w = *reinterpret_cast<const uint2*>(at + 4);
-            w0 = *reinterpret_cast<const uint32_t*>(at), w1 = w.x, w2 = w.y;
-        } else {
-            w0 = *reinterpret_cast<const uint32_t*>(at);
-            w1 = *reinterpret_cast<const uint32_t*>(at + 4);
-            w2 = *reinterpret_cast<const uint32_t*>(at + 8);
-        }
-        codes[0] = __byte_perm(w0, w1, 0x5432), codes[1] = __byte_perm(w1, w2, 0x5432);
-    } else if constexpr (WIDE && B % 4 == 3) {
-        const uint2 w = *reinterpret_cast<const uint2*>(at);
-        codes[0] = w.x, codes[1] = w.y;
-    } else {
-        codes[0] = *reinterpret_cast<const uint32_t*>(at);
-        codes[1] = *reinterpret_cast<const uint32_t*>(at + 4);
-    }
 }
 
 // Adds the blocks from B on to the raw scores of the keys g + 8r of a half: `even` the digits 0 and 2,

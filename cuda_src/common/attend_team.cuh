@@ -5,8 +5,9 @@
 #include "common/device.cuh"
 #include "common/fragments.cuh"
 #include "common/joined_chunks.cuh"
+#include "common/q8_codes.cuh"
 
-constexpr int K_BLOCK_BYTES = 34, V_BLOCK_BYTES = 24;
+constexpr int K_BLOCK_BYTES = Q8_BLOCK_BYTES, V_BLOCK_BYTES = 24;
 constexpr int HALF = STEP / 2;       // keys that are scored together, the rows of the tensor cores
 constexpr int CHANNELS = 64;         // of V, a warp's share
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -109,8 +110,7 @@ struct alignas(16) WarpTables {
     int2 seen[Q];
 };
 
-// The pitch of K rows puts 4 rows 8 banks apart, that of V rows 8 rows 4 banks apart.
-__host__ __device__ constexpr int k_pitch(int bytes) { return (bytes + 31) / 64 * 64 + 32; }
+// The pitch of V rows puts 8 rows 4 banks apart.
 __host__ __device__ constexpr int v_pitch(int bytes) { return (bytes + 31) / 32 * 32 + 16; }
 
 // Sums of a warp over a chunk: weights of each half of the keys that it scores, of the queries of its

@@ -37,6 +37,10 @@ struct Plane {
         k = view.k, v = view.v;
         bound = int32_t(view.slot) + 1 - counted, base = int32_t(view.base);
     }
+    // Of counters that were read before.
+    __device__ __forceinline__ Plane(const uint8_t* k, const uint8_t* v, int32_t len, int32_t base,
+                                     int32_t window, int32_t counted, int32_t capacity)
+        : k(k), v(v), bound(len + 1 - counted), base(base), window(window), capacity(capacity) {}
     __device__ __forceinline__ int2 seen(int r) const {
         const int32_t behind = bound + r;
         const int32_t first = window > 0 && behind > window ? behind - window : 0;
@@ -153,16 +157,17 @@ struct Walk {
     }
 };
 
-// Where the partial results of a launch lie: f32 [n_rows, n_heads, n_slots, D] weighted sums, then
-// f32 [n_rows, n_heads, n_slots, 2] references (as exponents of 2) and sums of weights.
+// Where the partial results of a launch lie: f32 [n_rows, n_heads, n_slots, shares, D] weighted sums, then
+// f32 [n_rows, n_heads, n_slots, shares, 2] references (as exponents of 2) and sums of weights. shares: of
+// a chunk, one for each warp that leaves its own.
 template <int D>
 struct Partials {
     float* sums;
     float* marks;
     int32_t n_heads, n_slots;
     __device__ __forceinline__ Partials(float* workspace, int32_t n_rows, int32_t n_heads,
-                                        int32_t n_slots)
-        : sums(workspace), marks(workspace + size_t(n_rows) * n_heads * n_slots * D),
+                                        int32_t n_slots, int32_t shares = 1)
+        : sums(workspace), marks(workspace + size_t(n_rows) * n_heads * n_slots * shares * D),
           n_heads(n_heads), n_slots(n_slots) {}
     // The column of a query of the present chunk; -1 if there is no such query, or it sees no key of it.
     __device__ __forceinline__ int64_t column(const Block& block, const Round& round,

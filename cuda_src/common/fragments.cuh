@@ -102,3 +102,41 @@ __device__ __forceinline__ int kept(int x) {
 #endif
     return x;
 }
+
+// Arithmetic of two pairs of f16. The sum with `other` must be exact; the product is rounded to
+// nearest; the rest of a product is what that rounding took away, exact where f16 holds it.
+__device__ __forceinline__ uint32_t add_halves(uint32_t x, uint32_t other) {
+#if MEMRA_CUDA
+    uint32_t sum;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(x), "r"(other));
+    return sum;
+#else
+    return pack_halves(f16_to_f32(uint16_t(x)) + f16_to_f32(uint16_t(other)),
+                       f16_to_f32(uint16_t(x >> 16)) + f16_to_f32(uint16_t(other >> 16)));
+#endif
+}
+__device__ __forceinline__ uint32_t multiply_halves(uint32_t x, uint32_t y) {
+#if MEMRA_CUDA
+    uint32_t product;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(x), "r"(y));
+    return product;
+#else
+    return pack_halves(f16_to_f32(uint16_t(x)) * f16_to_f32(uint16_t(y)),
+                       f16_to_f32(uint16_t(x >> 16)) * f16_to_f32(uint16_t(y >> 16)));
+#endif
+}
+__device__ __forceinline__ uint32_t rest_of_product(uint32_t x, uint32_t y, uint32_t product) {
+#if MEMRA_CUDA
+    uint32_t rest;
+    asm("{\n.reg .b32 below;\nneg.f16x2 below, %3;\nfma.rn.f16x2 %0, %1, %2, below;\n}"
+        : "=r"(rest)
+        : "r"(x), "r"(y), "r"(product));
+    return rest;
+#else
+    float rest[2];
+    for (int i = 0; i < 2; i++)
+        rest[i] = f16_to_f32(uint16_t(x >> 16 * i)) * f16_to_f32(uint16_t(y >> 16 * i)) -
+                  f16_to_f32(uint16_t(product >> 16 * i));
+    return pack_halves(rest[0], rest[1]);
+#endif
+}

@@ -1,14 +1,17 @@
-// Split-KV decode attention with tensor cores over K and V of f16, bf16 or e4m3, in class `exact`.
+// Split-KV decode attention with tensor cores in f16, in class `exact`: K of f16, bf16, e4m3 or q8_0, V of
+// these, q5_1 or q4_0.
 //
-// A warp owns one kv head and up to 8 * SETS queries (a query = one row of one query head of the
-// group), in steps of 32 keys (common/attend_f16_step.cuh); a thread block owns a chunk of keys and some
-// neighbouring kv heads, whose slices of the rows it streams through shared memory.
+// A warp, or two that share the keys of each step, owns one kv head and up to 8 * SETS queries (a query =
+// one row of one query head of the group), in steps of 32 keys (common/attend_f16_step.cuh); a thread
+// block owns a chunk of keys and some neighbouring kv heads, whose slices of the rows it streams through
+// shared memory.
 //
 // Chunks (common/attend_walk.cuh) and steps are a function of what a row sees alone: it gets the same
 // bits alone and among others, on a ring and on a flat plane, whichever block takes a chunk. The
-// partial results are those of kv/attend_mma.cu, whose attend_mma_combine joins them.
+// partial results are those of kv/attend_mma.cu, whose attend_mma_combine joins them; each of two warps
+// leaves its own.
 //
-// A value that is not finite makes NaN of the outputs that see it.
+// A value, scale or minimum that is not finite makes NaN of the outputs that see it.
 #include "common/attend_f16_step.cuh"
 #include "common/bulk.cuh"
 #include "common/dependent.cuh"
@@ -20,7 +23,10 @@ constexpr int COPY_BEST = COPY_BULK;
 #else
 constexpr int COPY_BEST = COPY_ASYNC;
 #endif
-constexpr int WORKERS = 8;  // warps of a block at most
+
+// Warps of a block at most, by the registers they need.
+template <int KF, int VF, int D, int SETS>
+__host__ __device__ constexpr int most_warps() { return halves_of<KF, VF>() == 2 && D * SETS <= 128 ? 16 : 8; }
 
 // What a warp keeps in shared memory: the round that it is in; that of the steps it asks for, and where
 // among them it is; its first query and its kv head.
@@ -31,48 +37,63 @@ struct Place {
 };
 static_assert(sizeof(Place) == 128 && sizeof(Block) == 64, "the launch counts on it");
 
-// Leaves the sums of a chunk.
-template <int VF, int KF, int D, int SETS>
-__device__ __forceinline__ void end_chunk(const WarpState<KF, D, SETS>& state, const Partials<D>& to,
-                                          const Block& block, const Place& place, int lane) {
+// Leaves the sums of a warp's keys of a chunk. shift: of the head, see Pieces.
+template <int KF, int VF, int D, int SETS>
+__device__ __forceinline__ void end_chunk(const WarpState<KF, VF, D, SETS>& state, const Partials<D>& to,
+                                          const Block& block, const Place& place, int lane, int half,
+                                          int shift) {
+    constexpr int HALVES = halves_of<KF, VF>();
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
         float weight = state.weight[s];
         weight = weight + __shfl_xor_sync(FULL_MASK, weight, 1);
         weight = weight + __shfl_xor_sync(FULL_MASK, weight, 2);
-        const int64_t own = to.column(block, place.round, place.query + SET * s + g, place.kv_head);
+        int64_t own = to.column(block, place.round, place.query + SET * s + g, place.kv_head);
+        own = own < 0 ? own : HALVES * own + half;
         if (t == 0 && own >= 0)
             *reinterpret_cast<float2*>(to.marks + own * 2) = make_float2(state.reference[s], weight);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int64_t column = __shfl_sync(FULL_MASK, own, 8 * t + 4 * i);
-            if (column < 0) continue;
             float* const row = to.sums + column * D;
 #pragma unroll
-            for (int m = 0; m < D / 16; m++)
-#pragma unroll
-                for (int upper = 0; upper < 2; upper++) {
-                    const float sum = state.sums[s][m][2 * upper + i] * unit_of<VF>();
-                    row[16 * m + channel_of<VF>(g, upper)] = fabsf(sum) < INF_F32 ? sum : NAN_F32;
+            for (int m = 0; m < fragments_of_values<VF, D>(); m++) {
+                const float* const sums = state.sums[s][m];
+                float x[2] = {sums[i] * unit_of<VF>(), sums[2 + i] * unit_of<VF>()};
+                int channel = 16 * m + channel_of<VF>(g, 0);
+                if constexpr (is_packed<VF>()) {
+                    if (m >= Pieces<VF, D>::TILES) continue;
+                    channel = Pieces<VF, D>::channel(m, g, shift);
+                    if constexpr (VF == Q5_1) {
+                        const float base =
+                            __shfl_sync(FULL_MASK, state.sums[s][D / 16][i], 4 * (m / 2) + t);
+                        x[0] = x[0] + base, x[1] = x[1] + base;
+                    }
                 }
+#pragma unroll
+                for (int r = 0; r < 2; r++) x[r] = fabsf(x[r]) < INF_F32 ? x[r] : NAN_F32;
+                if (column < 0 || channel < 0) continue;
+                constexpr int APART = is_packed<VF>() || VF == E4M3 ? 1 : 8;  // rows g and g + 8
+                if constexpr (APART == 1) *reinterpret_cast<float2*>(row + channel) = make_float2(x[0], x[1]);
+                else row[channel] = x[0], row[channel + APART] = x[1];
+            }
         }
     }
 }
 
 // Shared memory, all of it dynamic: STAGES tiles of STEP rows of K, then of V, of the block's heads;
-// fragments
-// of q and a Place per warp; a Block;
-// with COPY_BULK 2 * STAGES barriers.
+// fragments of q, StepTables if a format has scales, and a Place per warp; a Block; with COPY_BULK
+// 2 * STAGES barriers.
 //
 // Grid (x: any number of blocks, which share the chunks; n_kv_heads / HEADS; query blocks),
-// HEADS * teams_per_head warps. A query block is teams_per_head * SETS * 8
+// HEADS * teams_per_head * halves_of<KF, VF>() warps. A query block is teams_per_head * SETS * 8
 // queries of all n_rows * group, or with a table of one row's group. Slices of HEADS heads and whole
 // rows of K and V are multiples of 16 bytes, planes and q are 16-byte aligned. n_parts: chunks that
 // hold what a row sees; the same for all launches over a plane. tiled: k_map and v_map describe the
 // planes, with boxes of STEP rows as wide as a stage's. Other parameters as in kv/attend.cu.
 template <int KF, int VF, int D, int SETS, int HEADS, int STAGES, int COPY = COPY_BEST>
-__global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
+__global__ void __launch_bounds__(most_warps<KF, VF, D, SETS>() * WARP_LANES, 1)
     attend_f16(const float* __restrict__ q, const uint8_t* NULLABLE k_plane,
                const uint8_t* NULLABLE v_plane, int32_t n_rows, int32_t n_kv_heads, int32_t group,
                int32_t capacity, int32_t window, int32_t counted, float scale, float softcap,
@@ -81,9 +102,10 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
                int32_t n_parts, int32_t teams_per_head,
                const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
                int32_t tiled) {
-    constexpr int HEAD_K = D * element_bytes<KF>(), HEAD_V = D * element_bytes<VF>();
+    constexpr int HEAD_K = D / 32 * block_bytes<KF>(), HEAD_V = D / 32 * block_bytes<VF>();
     constexpr int SLICE_K = HEADS * HEAD_K, SLICE_V = HEADS * HEAD_V;
-    constexpr int PITCH_K = row_pitch(SLICE_K), PITCH_V = row_pitch(SLICE_V);
+    constexpr int PITCH_K = stage_pitch_k<KF>(SLICE_K), PITCH_V = stage_pitch_v<VF>(SLICE_V);
+    static_assert(SLICE_K % 16 == 0 && SLICE_V % 16 == 0, "copies are of 16 bytes");
     constexpr int STAGE = STEP * (PITCH_K + PITCH_V);
     DYN_SMEM(uint8_t, shared);
     admit_successor();
@@ -91,11 +113,15 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
     // Told to be the same for the lanes of a warp, it makes addresses cheap.
     const int warp = __shfl_sync(FULL_MASK, int(threadIdx.x) / WARP_LANES, 0);
     const int lane = kept(threadIdx.x % WARP_LANES);
-    const int n_workers = HEADS * teams_per_head, head = warp / teams_per_head;
+    constexpr int HALVES = halves_of<KF, VF>();
+    const int n_teams = HEADS * teams_per_head, n_workers = HALVES * n_teams;
+    const int team = warp / HALVES, half = warp % HALVES, head = team / teams_per_head;
     typedef uint4 Fragment[WARP_LANES];
     constexpr int N_SHARED = shared_fragments<D, SETS>() * SETS;  // of a warp
     Fragment* const fragments = reinterpret_cast<Fragment*>(shared + STAGES * STAGE);
-    Place* const places = reinterpret_cast<Place*>(fragments + n_workers * N_SHARED);
+    using Tables = StepTables<KF, VF, D>;
+    Tables* const tables = reinterpret_cast<Tables*>(fragments + n_workers * N_SHARED);
+    Place* const places = reinterpret_cast<Place*>(tables + (Tables::USED ? n_workers : 0));
     Place& place = places[warp];
     Block& block = *reinterpret_cast<Block*>(places + n_workers);
     uint64_t* const full = reinterpret_cast<uint64_t*>(&block + 1);
@@ -120,7 +146,7 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
         if (lane == 0) {
             place.asked = Walk();
             place.ahead = place.round = Round(queries);
-            place.query = queries.first + (warp - head * teams_per_head) * SETS * SET;
+            place.query = queries.first + (team - head * teams_per_head) * SETS * SET;
             place.kv_head = int(blockIdx.y) * HEADS + head;
         }
         __syncthreads();
@@ -167,7 +193,7 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
         if constexpr (COPY == COPY_ASYNC) cp_async_commit();
     }
 
-    WarpState<KF, D, SETS> state;
+    WarpState<KF, VF, D, SETS> state;
     const auto own_query = [&](int s) {  // of the lane group; surplus ones repeat the last
         const int query = place.query + SET * s + lane / 4;
         return query < block.queries.behind ? query : block.queries.behind - 1;
@@ -183,7 +209,7 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
         state.q[s].load(q + at * D, lane, scale, softcap,
                         fragments + warp * N_SHARED + s * shared_fragments<D, SETS>());
     }
-    const int own_k = lane_offset(lane, PITCH_K), own_v = lane_offset(lane, PITCH_V);
+    const Reader reader = reader_of<KF, VF, D, PITCH_K, PITCH_V>(lane, head);
     Walk walk;
     int slot = 0, parity = 0;
 #pragma unroll 1
@@ -201,16 +227,18 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
         }
         if (walk.begins_chunk(place.round)) begin_chunk(state);
         const uint8_t* const k = shared + slot * STAGE;
-        step<VF, PITCH_K, PITCH_V>(state, k + head * HEAD_K, k + STEP * PITCH_K + head * HEAD_V, own_k,
-                                   own_v, lane, fragments + warp * N_SHARED, walk.key,
-                                   walk.is_masked(place.round), softcap, seen);
+        const uint8_t* const v = k + STEP * PITCH_K;
+        const int first = half * (STEP / HALVES);
+        step<PITCH_K, PITCH_V>(state, k + first * PITCH_K + head * HEAD_K, v + first * PITCH_V + head * HEAD_V,
+                               reader, lane, fragments + warp * N_SHARED, tables[warp], walk.key + first,
+                               walk.is_masked(place.round), softcap, seen);
         if constexpr (COPY == COPY_BULK) {
             __syncwarp();
             if (lane == 0) mbar_arrive(empty + slot);
         }
         if (walk.ends_chunk())
-            end_chunk<VF>(state, Partials<D>(workspace, n_rows, n_kv_heads * group, n_slots), block,
-                          place, lane);
+            end_chunk(state, Partials<D>(workspace, n_rows, n_kv_heads * group, n_slots, HALVES), block,
+                      place, lane, half, is_packed<VF>() ? head * (HEAD_V / 2) % 8 : 0);
         if (++slot == STAGES) slot = 0, parity ^= 1;
     }
 }

@@ -17,7 +17,7 @@ import numpy as np
 
 from .. import expect
 from ..errors import ArgumentError, FormatUnsupported
-from ..formats import Format
+from ..formats import Q5_1, Q8_0, Format
 from ..runtime.launch import LaunchConfig, launch
 from ..runtime.memory import Buffer
 from ..runtime.stream import expect_stream
@@ -235,9 +235,10 @@ def attend(
     if choice.kernel != "simt":
         if choice.kernel == "f16":
             parts = kv_attend_f16.n_parts(k_format, v_format, head_dim, n_kv_heads)
+            shares = kv_attend_f16.shares(k_format, v_format)
         else:
-            parts = kv_attend_mma.n_parts(head_dim, n_kv_heads)
-        slots = kv_attend_mma.n_slots(rows, parts)
+            parts, shares = kv_attend_mma.n_parts(head_dim, n_kv_heads), 1
+        slots = kv_attend_mma.n_slots(rows, parts) * shares
         need = kv_attend_mma.workspace_bytes(n_rows, n_heads, head_dim, slots)
     if workspace.n_bytes < need:
         raise _refused(
@@ -293,7 +294,7 @@ class Choice:
     Attributes
     ----------
     kernel : str
-        ``"mma"`` (tensor cores, whole numbers), ``"f16"`` (tensor cores, small floats) or
+        ``"mma"`` (tensor cores, whole numbers), ``"f16"`` (tensor cores, f16) or
         ``"simt"`` (every format and shape).
     reason : str
     """
@@ -331,8 +332,8 @@ def choose(
     rows = expect.integer("choose: rows", rows, 0)
     if kernel == "simt":
         return Choice("simt", "asked for")
-    floats = k_format in kv_attend_f16.FORMATS and v_format in kv_attend_f16.FORMATS
-    fitting = "f16" if kernel == "f16" or (kernel is None and floats) else "mma"
+    whole = (k_format, v_format) == (Q8_0, Q5_1)
+    fitting = kernel or ("mma" if whole else "f16")
     if fitting == "f16":
         refusal = kv_attend_f16.refusal(
             device, k_format, v_format, head_dim, head_dim_v, n_kv_heads
@@ -468,7 +469,8 @@ def workspace_bytes(
     rows = expect.integer("workspace_bytes: rows", rows, 1, _MOST)
     slots = n_slots(rows, n_rows, _window(window), ring)
     if kernel in ("mma", "f16") or (kernel is None and device.kind != "host"):
-        slots = max(slots, kv_attend_mma.n_slots(rows, kv_attend_mma.MOST_PARTS))
+        most = 2 * kv_attend_mma.n_slots(rows, kv_attend_mma.MOST_PARTS)
+        slots = max(slots, min(most, kv_attend_mma.MOST_SLOTS))
     return n_rows * n_heads * slots * (head_dim_v + 2) * 4
 
 

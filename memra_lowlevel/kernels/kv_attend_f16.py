@@ -1,17 +1,18 @@
-"""Decode attention on tensor cores over small floats (``cuda_src/kv/attend_f16.cu``).
+"""Decode attention on tensor cores in f16 (``cuda_src/kv/attend_f16.cu``).
 
-Class ``exact``, for K and V of f16, bf16 or e4m3 in any pair, head sizes 64, 128 and 256, from
-sm_80 on. :mod:`.kv_attend` decides between this kernel and the others and checks the arguments.
-Chunks, partial results and their combination are those of :mod:`.kv_attend_mma`.
+Class ``exact``, for K of f16, bf16, e4m3 or q8_0 with V of these, q5_1 or q4_0, head sizes 64, 128
+and 256, from sm_80 on. :mod:`.kv_attend` decides between this kernel and the others and checks the
+arguments. Chunks, partial results and their combination are those of :mod:`.kv_attend_mma`.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..formats import BF16, E4M3, F16, Format
+from ..formats import BF16, E4M3, F16, Q4_0, Q5_1, Q8_0, Format
 from ..runtime.launch import LaunchConfig, launch
 from . import registry
 from .early import capability, starts_early
@@ -23,9 +24,12 @@ if TYPE_CHECKING:
     from ..compile import Kernel
     from ..runtime import Buffer, Device, Stream
 
-__all__ = ["FORMATS", "HEAD_DIMS", "attend", "n_parts", "prepare", "refusal"]
+__all__ = [
+    "HEAD_DIMS", "K_FORMATS", "V_FORMATS", "attend", "n_parts", "prepare", "refusal", "shares",
+]  # fmt: skip
 
-FORMATS = (F16, BF16, E4M3)
+K_FORMATS = (F16, BF16, E4M3, Q8_0)
+V_FORMATS = (F16, BF16, E4M3, Q8_0, Q5_1, Q4_0)
 HEAD_DIMS = (64, 128, 256)
 
 _STAGES = range(2, 7)
@@ -35,7 +39,6 @@ _SLICE = 1024
 """Bytes of a row of K or V that a thread block takes, if it can."""
 
 _SET = 8  # queries
-_WORKERS = 8  # warps of a block at most
 
 registry.register(
     KernelSpec(
@@ -44,26 +47,28 @@ registry.register(
         entry="attend_f16<{k_format}, {v_format}, {head_dim}, {sets}, {heads}, {stages}>",
         instances=tuple(
             {
-                "k_format": f, "v_format": f, "head_dim": d, "sets": sets, "heads": heads,
+                "k_format": k, "v_format": v, "head_dim": d, "sets": sets, "heads": heads,
                 "stages": stages,
             }
-            for f, d, sets, heads, stages in (
-                ("F16", 64, 1, 8, 3), ("F16", 128, 1, 4, 3), ("F16", 128, 2, 4, 3),
-                ("F16", 256, 1, 2, 3), ("BF16", 128, 1, 4, 3), ("E4M3", 128, 1, 8, 3),
-                ("E4M3", 128, 2, 4, 6),
+            for k, v, d, sets, heads, stages in (
+                ("F16", "F16", 64, 1, 8, 3), ("F16", "F16", 128, 1, 4, 3),
+                ("F16", "F16", 128, 2, 4, 3), ("F16", "F16", 256, 1, 2, 3),
+                ("BF16", "BF16", 128, 1, 4, 3), ("E4M3", "E4M3", 128, 1, 8, 3),
+                ("E4M3", "E4M3", 128, 2, 4, 6),
             )
         ),
         oracle="memra_lowlevel.reference.attend:attend",
         tolerance=Tolerance(
             "relative", 1e-5,
             "q and p in two parts of 11 bits (bf16: three of 8) whose products with the stored "
-            "numbers are exact, summed by tensor cores over 128 channels or 32 keys, then in f32; "
-            "against float64 over the decoded cache",
+            "numbers are exact (scale * code in two parts that hold it), summed by tensor cores "
+            "over 128 channels or 32 keys, then in f32; against float64 over the decoded cache",
         ),
         edges=(
             "no key", "one key", "step, stage and chunk edges", "masked row", "window", "ring base",
             "counted", "group 1 to 16", "NaN in another row's key", "poisoned workspace",
             "sinks", "softcap", "capacity", "table of sequences", "values over the range of f16",
+            "scales from 2^-24 to 2^15", "negative scales",
         ),
         hot=True,
         pdl="waits",
@@ -84,10 +89,17 @@ def refusal(
     The answer depends on the device and the planes only, never on a launch: all launches over one
     plane give the same bits.
     """
-    if k_format not in FORMATS or v_format not in FORMATS:
-        return f"K {k_format} with V {v_format} (it does {', '.join(map(str, FORMATS))})"
+    if k_format not in K_FORMATS or v_format not in V_FORMATS:
+        does = (", ".join(map(str, formats)) for formats in (K_FORMATS, V_FORMATS))
+        return f"K {k_format} with V {v_format} (it does K of {' with V of '.join(does)})"
     if head_dim != head_dim_v or head_dim not in HEAD_DIMS:
         return f"head_dim {head_dim}/{head_dim_v} (it does {', '.join(map(str, HEAD_DIMS))})"
+    aligned = _aligned_heads(k_format, v_format, head_dim)
+    if n_kv_heads % aligned:
+        return (
+            f"{n_kv_heads} kv heads of {head_dim} in K {k_format}, V {v_format} (rows must be a "
+            f"multiple of 16 bytes: a multiple of {aligned} heads)"
+        )
     if k_format is BF16 and head_dim > 128:
         return f"K {k_format} with head_dim {head_dim} (it does up to 128)"
     if device.kind != "host" and capability(device) < 80:
@@ -139,19 +151,18 @@ def attend(
     blocks = shape.query_blocks * (n_rows if table is not None else 1)
     slices = n_kv_heads // shape.heads
 
-    def width(fmt: Format) -> tuple[int, int]:
-        return fmt.row_bytes(n_kv_heads * head_dim), _pitch(fmt.row_bytes(shape.heads * head_dim))
-
+    k_row, v_row = (f.row_bytes(n_kv_heads * head_dim) for f in (k_format, v_format))
+    k_pitch, v_pitch = _pitches(k_format, v_format, shape.heads * head_dim)
     launch(
         stream, _config(device, kernel, shape, slices, blocks, slots, programmatic), kernel,
         q, k_plane, v_plane, n_rows, n_kv_heads, group, rows, window, counted, scale, softcap,
         len_d, base_d, table, workspace, slots, parts, shape.teams,
-        *plane_maps(device, k_plane, v_plane, rows, STEP, (width(k_format), width(v_format))),
+        *plane_maps(device, k_plane, v_plane, rows, STEP, ((k_row, k_pitch), (v_row, v_pitch))),
     )  # fmt: skip
     launch(
         stream, combine_config(n_heads, n_rows, head_dim, starts_early(device, True)), combine,
         workspace, sinks, out, lse, n_rows, rows, window, counted, len_d, base_d, table, slots,
-        parts,
+        parts, shares(k_format, v_format),
     )  # fmt: skip
 
 
@@ -162,6 +173,11 @@ def n_parts(k_format: Format, v_format: Format, head_dim: int, n_kv_heads: int) 
     """
     row_bytes = max(f.row_bytes(n_kv_heads * head_dim) for f in (k_format, v_format))
     return N_PARTS // min(max(1, row_bytes // _SLICE), 8) + 1
+
+
+def shares(k_format: Format, v_format: Format) -> int:
+    """Partial results of a chunk: warps that share the keys of a step, halves_of of the source."""
+    return 2 if k_format.scaled or v_format.scaled else 1
 
 
 def prepare(
@@ -198,6 +214,8 @@ class _Shape:
     shared_bytes : int
     resident : int
         Thread blocks that a multiprocessor holds at once.
+    warps : int
+        Of a thread block.
     """
 
     sets: int
@@ -207,6 +225,7 @@ class _Shape:
     query_blocks: int
     shared_bytes: int
     resident: int
+    warps: int
 
 
 @functools.lru_cache(maxsize=512)
@@ -216,21 +235,29 @@ def _shape(
     wanted = -(-n_queries // _SET)
     # As many sets as the registers of a warp hold.
     sets = min(wanted, _most_sets(k_format, head_dim))
-    teams = min(-(-wanted // sets), _WORKERS)
+    halves = shares(k_format, v_format)
+    workers = 16 if halves == 2 and head_dim * sets <= 128 and room >= 200_000 else 8  # most_warps
+    teams = min(-(-wanted // sets), workers // halves)
 
     def shared(heads: int, stages: int) -> int:
-        pitches = (_pitch(f.row_bytes(heads * head_dim)) for f in (k_format, v_format))
+        pitches = _pitches(k_format, v_format, heads * head_dim)
         fragments = 512 * sets * (head_dim // 64) if head_dim * sets > 128 else 0
-        warps = heads * teams
-        return stages * (STEP * sum(pitches) + 16) + warps * (_PLACE + fragments) + _BLOCK
+        own = _PLACE + fragments + _table_bytes(k_format, v_format, head_dim)
+        return stages * (STEP * sum(pitches) + 16) + heads * teams * halves * own + _BLOCK
 
     # As many heads as three stages have room for, then as many stages.
-    choices = [h for h in (8, 4, 2, 1) if n_kv_heads % h == 0 and h * teams <= _WORKERS]
-    heads = next((h for h in choices if shared(h, 3) <= room), 1)
+    least = _aligned_heads(k_format, v_format, head_dim)
+    teams = min(teams, max(1, workers // (halves * least)))
+    choices = [
+        h for h in (8, 4, 2, 1)
+        if h % least == 0 and n_kv_heads % h == 0 and h * teams * halves <= workers
+    ]  # fmt: skip
+    heads = next((h for h in choices if shared(h, 3) <= room), least)
     stages = max(n for n in _STAGES if shared(heads, n) <= room)
     used = shared(heads, stages)
-    resident = max(1, min(_WORKERS // (heads * teams), (room + 1024) // (used + 1024)))
-    return _Shape(sets, teams, heads, stages, -(-wanted // (sets * teams)), used, resident)
+    warps = heads * teams * halves
+    resident = max(1, min(workers // warps, (room + 1024) // (used + 1024)))
+    return _Shape(sets, teams, heads, stages, -(-wanted // (sets * teams)), used, resident, warps)
 
 
 _PLACE, _BLOCK = 128, 64
@@ -241,9 +268,30 @@ def _most_sets(k_format: Format, head_dim: int) -> int:
     return 2 if head_dim <= (64 if k_format is BF16 else 128) else 1
 
 
-def _pitch(slice_bytes: int) -> int:
-    """Bytes from row to row of a stage: row_pitch of the source."""
-    return (slice_bytes + 127) // 128 * 128 + 16
+def _pitches(k_format: Format, v_format: Format, n_elements: int) -> tuple[int, int]:
+    """Bytes from row to row of a stage: stage_pitch_k and stage_pitch_v of the source."""
+    k_bytes, v_bytes = k_format.row_bytes(n_elements), v_format.row_bytes(n_elements)
+    return (
+        (k_bytes + 31) // 64 * 64 + 32 if k_format.scaled else (k_bytes + 127) // 128 * 128 + 16,
+        (v_bytes + 31) // 32 * 32 + 16 if v_format.scaled else (v_bytes + 127) // 128 * 128 + 16,
+    )
+
+
+def _table_bytes(k_format: Format, v_format: Format, head_dim: int) -> int:
+    """Bytes of StepTables of the source; 0 where no format has scales."""
+    if not (k_format.scaled or v_format.scaled):
+        return 0
+    blocks = head_dim // 32
+    scaled = k_format.scaled, v_format.scaled, v_format is Q5_1
+    of_k, of_v, minima = (blocks if there else 1 for there in scaled)
+    n_bytes = STEP // 2 * (4 * of_k + 2 * of_v + 6 * minima + 4) + 4 * blocks
+    return -(-n_bytes // 16) * 16
+
+
+def _aligned_heads(k_format: Format, v_format: Format, head_dim: int) -> int:
+    """Neighbouring kv heads whose slices of a row are a multiple of 16 bytes."""
+    slices = [f.row_bytes(head_dim) for f in (k_format, v_format)]
+    return max(16 // math.gcd(16, n) for n in slices)
 
 
 def _config(
@@ -255,7 +303,7 @@ def _config(
     if found is None:
         share = max(1, device.limits.n_sms * shape.resident // (slices * blocks))
         found = device.memo[key] = LaunchConfig(
-            (min(slots, share), slices, blocks), (32 * shape.heads * shape.teams, 1, 1),
+            (min(slots, share), slices, blocks), (32 * shape.warps, 1, 1),
             shape.shared_bytes,
             programmatic=starts_early(device, programmatic),
         )  # fmt: skip

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from ..runtime import Buffer, Device, Stream
 
 __all__ = [
-    "MOST_PARTS", "N_PARTS", "attend", "chunk_keys", "n_parts", "n_slots", "prepare", "refusal",
-    "workspace_bytes",
+    "MOST_PARTS", "MOST_SLOTS", "N_PARTS", "attend", "chunk_keys", "n_parts", "n_slots", "prepare",
+    "refusal", "workspace_bytes",
 ]  # fmt: skip
 
 HEAD_DIMS = (64, 128, 256)
@@ -36,6 +36,9 @@ N_PARTS = 132
 
 MOST_PARTS = 2 * N_PARTS
 """The same of planes whose heads keep half of a multiprocessor's warps busy."""
+
+MOST_SLOTS = 2 * (N_PARTS + 1)
+"""Partial results that a row and head has at most, of any kernel on tensor cores."""
 
 MOST_ROWS = (N_PARTS - 1) << 17
 """Rows of a plane: with more, a chunk could overflow the 32 bits of its sums."""
@@ -173,7 +176,7 @@ def attend(
     launch(
         stream, combine_config(n_heads, n_rows, head_dim, starts_early(device, True)), combine,
         workspace, sinks, out, lse, n_rows, rows, window, counted, len_d, base_d, table, slots,
-        parts,
+        parts, 1,
     )  # fmt: skip
 
 

@@ -85,7 +85,7 @@ def attend_mma(text):
         )  # fmt: skip
         runner.quick(text, f"attend_mma_combine<{d}>", check=True)(
             (heads * group, n, d // 32), 256, 0, partial, None, out, lse, I32(n), I32(used), I32(0),
-            I32(0), len_d, None, None, I32(slots), I32(parts), order=order, seed=3,
+            I32(0), len_d, None, None, I32(slots), I32(parts), I32(1), order=order, seed=3,
         )  # fmt: skip
         seen = (f.decode(b).reshape(used, heads, d) for f, b in ((Q8_0, k), (Q5_1, v)))
         wanted, _ = oracle.attend(q, *seen, length)
@@ -93,31 +93,39 @@ def attend_mma(text):
 
 
 def attend_f16(text):
-    """Two warps per head, several chunks, more steps than stages, rows whose chunks differ."""
-    d, n, group, heads, length = 64, 9, 2, 2, 186
+    """Teams of one warp, and of two that share the keys of a step."""
+    attend_f16_pair(text, F16, F16, 9, 2, 2)
+    attend_f16_pair(text, Q8_0, Q5_1, 5, 4, 4)
+
+
+def attend_f16_pair(text, k_format, v_format, n, heads, group):
+    """Two teams per head, several chunks, more steps than stages, rows whose chunks differ."""
+    d, length = 64, 186
     rng, used = np.random.default_rng(0), length + n
     x = rng.standard_normal((2, used, heads * d), np.float32)
-    k, v = F16.encode(x[0]), F16.encode(x[1])
+    k, v = k_format.encode(x[0]), v_format.encode(x[1])
     q = rng.standard_normal((n, heads * group, d), np.float32)
-    shape = kv_attend_f16._shape(F16, F16, d, heads, n * group, 200_000)
-    assert shape.sets == shape.teams == shape.heads == 2
+    shape = kv_attend_f16._shape(k_format, v_format, d, heads, n * group, 200_000)
+    shares = kv_attend_f16.shares(k_format, v_format)
+    assert shape.sets == shape.teams == 2 and shape.warps == 2 * heads * shares
     slots, len_d = kv_attend_mma.n_slots(used), np.array([length], I32)
     parts, no_map = 3, np.void(bytes(128))  # chunks of 96 keys, and for the last rows of 128
-    name = f"attend_f16<F16, F16, {d}, {shape.sets}, {shape.heads}, 3, 0>"
+    formats = f"{k_format.constant}, {v_format.constant}"
+    name = f"attend_f16<{formats}, {d}, {shape.sets}, {shape.heads}, 3, 0>"
     for blocks, order in ((1, "forward"), (1, "reverse"), (4, "reverse")):
-        partial = np.full(n * heads * group * slots * (d + 2), np.nan, F32)
+        partial = np.full(n * heads * group * slots * shares * (d + 2), np.nan, F32)
         out, lse = np.full_like(q, np.nan), np.full(q.shape[:2], np.nan, F32)
         runner.quick(text, name, check=True)(
-            (blocks, 1, shape.query_blocks), 32 * shape.heads * shape.teams,
+            (blocks, 1, shape.query_blocks), 32 * shape.warps,
             shape.shared_bytes, q, k, v, I32(n), I32(heads), I32(group), I32(used), I32(0), I32(0),
             F32(d**-0.5), F32(0), len_d, None, None, partial, I32(slots), I32(parts),
             I32(shape.teams), no_map, no_map, I32(0), order=order, seed=3,
         )  # fmt: skip
         runner.quick("kv/attend_mma.cu", f"attend_mma_combine<{d}>")(
             (heads * group, n, d // 32), 256, 0, partial, None, out, lse, I32(n), I32(used), I32(0),
-            I32(0), len_d, None, None, I32(slots), I32(parts),
+            I32(0), len_d, None, None, I32(slots), I32(parts), I32(shares),
         )  # fmt: skip
-        seen = (F16.decode(b).reshape(used, heads, d) for b in (k, v))
+        seen = (f.decode(b).reshape(used, heads, d) for f, b in ((k_format, k), (v_format, v)))
         wanted, _ = oracle.attend(q, *seen, length)
         assert np.abs(out - wanted).max() <= 1e-5 * np.abs(wanted).max()
 

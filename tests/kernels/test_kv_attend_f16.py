@@ -1,4 +1,4 @@
-"""Attention on tensor cores over small floats: against float64, and bit for bit between ways."""
+"""Attention on tensor cores in f16: against float64, and bit for bit between ways."""
 
 import attend_bits
 import numpy as np
@@ -7,22 +7,34 @@ from rig import Planes, error, normal, reference, same
 
 from memra_lowlevel import errors
 from memra_lowlevel.driver.host import host_options
-from memra_lowlevel.formats import BF16, E4M3, F16, F32, Q5_1, Q8_0
+from memra_lowlevel.formats import BF16, E4M3, F16, F32, Q4_0, Q5_1, Q8_0
 from memra_lowlevel.kernels import kv_attend, kv_attend_f16, registry
 
 BOUND = registry.spec("attend_f16").tolerance.value
 NEAR = 2e-6
 """What it keeps with ordinary inputs."""
-PAIRS = [(F16, F16), (BF16, BF16), (E4M3, E4M3), (F16, E4M3), (BF16, F16), (E4M3, BF16)]
+SAME = [(F16, F16), (BF16, BF16), (E4M3, E4M3)]
+PACKED = [(Q8_0, Q8_0), (Q8_0, Q4_0), (Q8_0, Q5_1), (Q8_0, F16), (F16, Q5_1)]
+PAIRS = [*SAME, (F16, E4M3), (BF16, F16), (E4M3, BF16), *PACKED, (BF16, Q4_0), (E4M3, Q8_0)]
 F16_KERNEL = {"kernel": "f16"}
 
-pairs = pytest.mark.parametrize(("k_format", "v_format"), PAIRS, ids=lambda f: f.name)
+pairs = pytest.mark.parametrize(("k_format", "v_format"), PAIRS, ids=str)
+kinds = pytest.mark.parametrize(("k_format", "v_format"), [*SAME, *PACKED], ids=str)
 formats = pytest.mark.parametrize("fmt", [F16, BF16, E4M3], ids=lambda f: f.name)
 
 
-def filled(stream, head_dim, rows, k_format=F16, v_format=None, *, heads=2, seed=0, n=None, **opts):
+def least_heads(k_format, v_format, head_dim):
+    """Two kv heads, or as many as make rows of whole pieces of 16 bytes."""
+    return max(2, kv_attend_f16._aligned_heads(k_format, v_format, head_dim))
+
+
+def filled(
+    stream, head_dim, rows, k_format=F16, v_format=None, *, heads=None, seed=0, n=None, **opts
+):
     rng = np.random.default_rng(seed)
-    planes = Planes(stream, heads, head_dim, rows, k_format, v_format or k_format, **opts)
+    v_format = v_format or k_format
+    heads = heads or least_heads(k_format, v_format, head_dim)
+    planes = Planes(stream, heads, head_dim, rows, k_format, v_format, **opts)
     n = rows if n is None else n
     planes.load(normal(rng, n, heads * head_dim), normal(rng, n, heads * head_dim))
     return planes, rng
@@ -42,7 +54,7 @@ def agree(planes, q, length, *, bound=NEAR, **options):
 @pairs
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_every_format_and_head_size(stream, k_format, v_format, head_dim):
-    if kv_attend_f16.refusal(stream.device, k_format, v_format, head_dim, head_dim, 2):
+    if k_format is BF16 and head_dim == 256:
         with pytest.raises(errors.FormatUnsupported, match="head_dim 256"):
             filled(stream, head_dim, 8, k_format, v_format)[0].attend(
                 np.zeros((1, 2, head_dim), np.float32), **F16_KERNEL
@@ -52,17 +64,18 @@ def test_every_format_and_head_size(stream, k_format, v_format, head_dim):
     agree(planes, normal(rng, 2, 8, head_dim), 133)
 
 
-@formats
-def test_lengths_around_every_edge(stream, fmt):
-    planes, rng = filled(stream, 64, 140, fmt)
+@kinds
+def test_lengths_around_every_edge(stream, k_format, v_format):
+    planes, rng = filled(stream, 64, 140, k_format, v_format)
     for n in (1, 2, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 97, 140):
         agree(planes, normal(rng, 1, 4, 64), n - 1)
 
 
+@pytest.mark.parametrize(("k_format", "v_format"), [(F16, F16), (Q8_0, Q8_0)], ids=str)
 @pytest.mark.parametrize("length", [4096, 8321])
-def test_long_contexts(stream, length):
-    planes, rng = filled(stream, 128, 8330, heads=1)
-    agree(planes, normal(rng, 1, 3, 128), length - 1)
+def test_long_contexts(stream, length, k_format, v_format):
+    planes, rng = filled(stream, 128, 8330, k_format, v_format)
+    agree(planes, normal(rng, 1, 4, 128), length - 1)
 
 
 def test_planes_with_wide_rows_have_fewer_chunks():
@@ -81,10 +94,10 @@ def test_a_negative_scale(stream):
     agree(planes, q, 80, scale=0.0, window=50)
 
 
-@formats
-def test_sharp_distributions(stream, fmt):
+@kinds
+def test_sharp_distributions(stream, k_format, v_format):
     """Few keys have nearly all the weight."""
-    planes, rng = filled(stream, 64, 400, fmt, seed=3)
+    planes, rng = filled(stream, 64, 400, k_format, v_format, seed=3)
     for size in (3.0, 8.0):
         agree(planes, normal(rng, 2, 8, 64) * np.float32(size), 390, bound=BOUND)
 
@@ -114,20 +127,30 @@ def test_rows_whose_chunks_differ(stream):
     assert error(out, reference(planes, q, edge - 7)[0]) <= NEAR
 
 
+@pytest.mark.parametrize(("k_format", "v_format"), [(F16, F16), (Q8_0, Q4_0)], ids=str)
 @pytest.mark.parametrize("group", [1, 3, 4, 5, 8, 9, 16])
-def test_group_sizes(stream, group):
-    planes, rng = filled(stream, 128, 90)
+def test_group_sizes(stream, group, k_format, v_format):
+    planes, rng = filled(stream, 128, 90, k_format, v_format)
     agree(planes, normal(rng, 1, 2 * group, 128), 77)
 
 
 @pytest.mark.parametrize(
-    ("fmt", "head_dim", "heads", "group"),
-    [(F16, 64, 3, 4), (F16, 128, 2, 4), (BF16, 64, 2, 3), (E4M3, 128, 2, 5), (F16, 256, 2, 8)],
+    ("k_format", "v_format", "head_dim", "heads", "group"),
+    [
+        (F16, F16, 64, 3, 4), (F16, F16, 128, 2, 4), (BF16, BF16, 64, 2, 3),
+        (E4M3, E4M3, 128, 2, 5), (F16, F16, 256, 2, 8), (Q8_0, Q8_0, 64, 8, 2),
+        (Q8_0, Q8_0, 128, 2, 4), (Q8_0, Q8_0, 256, 1, 5), (Q8_0, Q4_0, 64, 4, 5),
+        (Q8_0, Q4_0, 128, 4, 3),
+        (Q8_0, Q4_0, 256, 2, 2), (Q8_0, Q5_1, 64, 4, 1), (Q8_0, Q5_1, 128, 2, 8),
+        (Q8_0, Q5_1, 256, 1, 3), (Q8_0, F16, 128, 2, 3), (F16, Q5_1, 64, 3, 3),
+        (BF16, Q4_0, 128, 2, 4), (E4M3, Q8_0, 128, 8, 2),
+    ],
     ids=str,
-)
-def test_n_rows_are_n_single_rows(stream, fmt, head_dim, heads, group):
+)  # fmt: skip
+def test_n_rows_are_n_single_rows(stream, k_format, v_format, head_dim, heads, group):
+    """Alone, and beside others on the same warp, on other warps, in other blocks."""
     length = 117
-    planes, rng = filled(stream, head_dim, length + 16, fmt, heads=heads, seed=group)
+    planes, rng = filled(stream, head_dim, length + 16, k_format, v_format, heads=heads, seed=group)
     q = normal(rng, 16, heads * group, head_dim)
     singles = []
     for r in range(16):
@@ -147,16 +170,17 @@ def test_counted_lengths(stream):
     assert same(agree(planes, q, 70), agree(planes, q, 70, counted=True))
 
 
+@pytest.mark.parametrize(("k_format", "v_format"), [(E4M3, E4M3), *PACKED[:3]], ids=str)
 @pytest.mark.parametrize("window", [1, 2, 31, 64, 100, 1000])
-def test_windows(stream, window):
-    planes, rng = filled(stream, 128, 200, E4M3)
+def test_windows(stream, window, k_format, v_format):
+    planes, rng = filled(stream, 128, 200, k_format, v_format)
     for length in (0, 1, 64, 190):
         agree(planes, normal(rng, 3, 4, 128), length, window=window)
 
 
-@formats
-def test_options_of_the_scores(stream, fmt):
-    planes, rng = filled(stream, 64, 90, fmt)
+@kinds
+def test_options_of_the_scores(stream, k_format, v_format):
+    planes, rng = filled(stream, 64, 90, k_format, v_format)
     q = normal(rng, 2, 8, 64) * 3
     sinks = normal(rng, 8)
     agree(planes, q, 80, sinks=sinks)
@@ -213,11 +237,11 @@ def test_rows_without_keys(stream):
     assert error(out[1], np.repeat(planes.decoded(1)[1][0], 2, axis=0)) <= NEAR
 
 
-@formats
-def test_a_ring_equals_a_flat_plane(stream, fmt):
-    flat, rng = filled(stream, 64, 800, fmt)
+@kinds
+def test_a_ring_equals_a_flat_plane(stream, k_format, v_format):
+    flat, rng = filled(stream, 64, 800, k_format, v_format)
     k, v = (plane.reshape(800, -1) for plane in flat.bytes())
-    ring = Planes(stream, 2, 64, 300, fmt, fmt, ring=True)
+    ring = Planes(stream, flat.n_kv_heads, 64, 300, k_format, v_format, ring=True)
     for length, base in ((290, 0), (400, 113), (790, 511)):
         for buffer, rows in ((ring.k, k), (ring.v, v)):
             part = np.ascontiguousarray(rows[base : length + 4])
@@ -230,14 +254,14 @@ def test_a_ring_equals_a_flat_plane(stream, fmt):
             assert same(a, b), (length, base, window)
 
 
-@formats
-def test_a_window_equals_masking(stream, fmt):
-    attend_bits.a_window_equals_masking(*filled(stream, 128, 300, fmt), "f16")
+@kinds
+def test_a_window_equals_masking(stream, k_format, v_format):
+    attend_bits.a_window_equals_masking(*filled(stream, 128, 300, k_format, v_format), "f16")
 
 
-@formats
-def test_a_poisoned_key_stays_with_the_rows_that_see_it(stream, fmt):
-    planes, rng = filled(stream, 128, 200, fmt)
+@kinds
+def test_a_poisoned_key_stays_with_the_rows_that_see_it(stream, k_format, v_format):
+    planes, rng = filled(stream, 128, 200, k_format, v_format)
     attend_bits.a_poisoned_key_stays_with_the_rows_that_see_it(planes, rng, "f16")
 
 
@@ -272,33 +296,41 @@ def test_a_bad_query_spoils_itself_only(stream):
         assert same(got, clean)
 
 
-def test_workspace_content_is_irrelevant(stream):
-    planes, rng = filled(stream, 64, 200)
+two = pytest.mark.parametrize(("k_format", "v_format"), [(F16, F16), (Q8_0, Q8_0)], ids=str)
+
+
+@two
+def test_workspace_content_is_irrelevant(stream, k_format, v_format):
+    planes, rng = filled(stream, 64, 200, k_format, v_format)
     attend_bits.workspace_content_is_irrelevant(planes, normal(rng, 2, 4, 64), "f16")
 
 
-def test_capacity_changes_no_bit(stream):
+@two
+def test_capacity_changes_no_bit(stream, k_format, v_format):
     results = []
     for rows in (140, 1000, 20_000):
-        planes, _ = filled(stream, 64, rows, n=140)
+        planes, _ = filled(stream, 64, rows, k_format, v_format, n=140)
         planes.set_len(137)
         results.append(planes.attend(normal(np.random.default_rng(3), 2, 4, 64), **F16_KERNEL))
     assert same(results[0], results[1]) and same(results[0], results[2])
 
 
-def test_keys_beyond_the_capacity_are_never_read(stream):
-    planes, rng = filled(stream, 64, 100)
+@two
+def test_keys_beyond_the_capacity_are_never_read(stream, k_format, v_format):
+    planes, rng = filled(stream, 64, 100, k_format, v_format)
     attend_bits.keys_beyond_the_capacity_are_never_read(planes, normal(rng, 1, 4, 64), "f16")
 
 
-def test_a_replay_equals_eager_launches(stream):
-    planes, rng = filled(stream, 128, 200)
-    kv_attend_f16.prepare(stream.device, F16, F16, 128, 2, n_queries=4)
+@two
+def test_a_replay_equals_eager_launches(stream, k_format, v_format):
+    planes, rng = filled(stream, 128, 200, k_format, v_format)
+    kv_attend_f16.prepare(stream.device, k_format, v_format, 128, 2, n_queries=4)
     attend_bits.a_replay_equals_eager_launches(planes, normal(rng, 2, 4, 128), "f16")
 
 
 @pytest.mark.parametrize("order", ["reverse", "random"])
-def test_order_and_threads_change_no_bit(order):
+@two
+def test_order_and_threads_change_no_bit(order, k_format, v_format):
     from memra_lowlevel import Device
 
     with Device("host") as device:
@@ -307,21 +339,21 @@ def test_order_and_threads_change_no_bit(order):
         for options in ({"thread_order": "forward", "workers": 1},
                         {"thread_order": order, "workers": 2, "seed": 5}):  # fmt: skip
             with host_options(**options):
-                planes, rng = filled(stream, 128, 150)
+                planes, rng = filled(stream, 128, 150, k_format, v_format)
                 planes.set_len(130)
                 results.append(planes.attend(normal(rng, 3, 6, 128), softcap=9.0, **F16_KERNEL))
         stream.close()
     assert same(*results)
 
 
-@formats
-def test_sequences_of_a_table(stream, fmt):
+@kinds
+def test_sequences_of_a_table(stream, k_format, v_format):
     """Rows of several sequences, each with its own planes and counters, in one launch."""
     lengths, bases = (50, 131, 200), (0, 0, 60)
     planes, singles = [], []
     rng = np.random.default_rng(2)
     for length, base in zip(lengths, bases, strict=True):
-        p, _ = filled(stream, 64, 220, fmt, seed=length, ring=base > 0)
+        p, _ = filled(stream, 64, 220, k_format, v_format, seed=length, ring=base > 0)
         p.set_len(length, base=base if base else None)
         planes.append(p)
     of_row = [(0, 0), (1, 0), (1, 1), (2, 0), (0, 3)]
@@ -340,8 +372,9 @@ def test_sequences_of_a_table(stream, fmt):
     )
     out = planes[0].poisoned(5 * 20 * 64 * 4).view(0, (5, 20, 64), np.float32)
     kv_attend.attend(
-        stream, planes[0].upload(q), None, None, out, len_d=None, k_format=fmt, v_format=fmt,
-        rows=220, n_kv_heads=2, head_dim=64, window=150, table=planes[0].upload(table),
+        stream, planes[0].upload(q), None, None, out, len_d=None, k_format=k_format,
+        v_format=v_format, rows=220, n_kv_heads=planes[0].n_kv_heads, head_dim=64, window=150,
+        table=planes[0].upload(table),
         workspace=planes[0].poisoned(size).view(0, (size // 4,), np.float32), **F16_KERNEL,
     )  # fmt: skip
     got = out.to_numpy(stream)
@@ -354,13 +387,16 @@ def test_the_choice_says_what_and_why(device):
 
     on_gpu = device.kind != "host"
     for k_format, v_format in PAIRS:
-        free = choose(k_format, v_format, 128, n_kv_heads=3)
-        assert free.kernel == ("f16" if on_gpu else "simt") and free.reason
+        free = choose(k_format, v_format, 128, n_kv_heads=6)
+        own = "mma" if (k_format, v_format) == (Q8_0, Q5_1) else "f16"
+        assert free.kernel == (own if on_gpu else "simt") and free.reason
         assert choose(k_format, v_format, 128, n_kv_heads=8, kernel="f16").kernel == "f16"
         assert choose(k_format, v_format, 128, n_kv_heads=8, kernel="simt").kernel == "simt"
     for args, why in (
-        ((F16, Q5_1, 128), "q5_1"),
+        ((F16, F32, 128), "f32"),
         ((F32, F16, 128), "f32"),
+        ((Q4_0, F16, 128), "q4_0"),
+        ((Q5_1, Q5_1, 128), "q5_1"),
         ((F16, F16, 96), "head_dim 96"),
         ((F16, F16, 128, 64), "head_dim 128/64"),
         ((BF16, BF16, 256), "head_dim 256"),
@@ -368,8 +404,11 @@ def test_the_choice_says_what_and_why(device):
         assert choose(*args, n_kv_heads=8).kernel == "simt"
         with pytest.raises(errors.FormatUnsupported, match=why):
             choose(*args, n_kv_heads=8, kernel="f16")
-    with pytest.raises(errors.FormatUnsupported, match="q8_0"):
-        choose(Q8_0, Q5_1, 128, n_kv_heads=8, kernel="f16")
+    for rows_between_pieces in ((Q8_0, Q8_0, 64, 2), (Q8_0, F16, 128, 3), (F16, Q4_0, 64, 6)):
+        *args, heads = rows_between_pieces
+        assert choose(*args, n_kv_heads=heads).kernel == "simt"
+        with pytest.raises(errors.FormatUnsupported, match="multiple of 16 bytes"):
+            choose(*args, n_kv_heads=heads, kernel="f16")
 
 
 def test_a_plane_that_begins_between_two_pieces_is_refused(stream):
