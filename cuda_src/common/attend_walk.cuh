@@ -37,10 +37,6 @@ struct Plane {
         k = view.k, v = view.v;
         bound = int32_t(view.slot) + 1 - counted, base = int32_t(view.base);
     }
-    // Of counters that were read before.
-    __device__ __forceinline__ Plane(const uint8_t* k, const uint8_t* v, int32_t len, int32_t base,
-                                     int32_t window, int32_t counted, int32_t capacity)
-        : k(k), v(v), bound(len + 1 - counted), base(base), window(window), capacity(capacity) {}
     __device__ __forceinline__ int2 seen(int r) const {
         const int32_t behind = bound + r;
         const int32_t first = window > 0 && behind > window ? behind - window : 0;
