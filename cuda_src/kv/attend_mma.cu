@@ -154,7 +154,6 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
     constexpr int stage_bytes = STEP * (pitch_k + pitch_v);
     DYN_SMEM(uint8_t, shared);
     admit_successor();
-    await_predecessor();
     // Told to be the same for the lanes of a warp, it makes addresses cheap.
     const int warp = __shfl_sync(FULL_MASK, int(threadIdx.x) / WARP_LANES, 0);
     const int lane = kept(threadIdx.x % WARP_LANES);
@@ -167,6 +166,17 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
     LaneOffsets& offsets = *reinterpret_cast<LaneOffsets*>(places + n_workers);
     uint64_t* const full = reinterpret_cast<uint64_t*>(&offsets + 1);
     uint64_t* const empty = full + N_STAGES;
+    if (warp == 0) {
+        offsets.set<D, Q, pitch_k, pitch_v>(lane);
+        if (COPY == COPY_BULK && lane == 0) {
+            for (int i = 0; i < N_STAGES; i++)
+                mbar_init(full + i, 1), mbar_init(empty + i, n_workers);
+            mbar_publish();
+            if (tiled) prefetch_map(k_map), prefetch_map(v_map);
+        }
+    }
+    __syncthreads();
+    await_predecessor();
     // Queries [first_query, first_query + n_queries) of the rows from first_row on.
     const int n_heads = n_kv_heads * group, queries = teams_per_head * Q;
     int first_row = 0, first_query = blockIdx.z * queries, all_queries = n_rows * group;
@@ -196,24 +206,15 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
         const int query =
             query_at(Share<D, Q>::first_query(member) + query_of_group<Share<D, Q>::QUERIES>(lane / 4));
         const int r = row_of(query, group, n_rows);
-        raw.load(q + (size_t(first_row + r) * n_heads + kv_head * group + query - r * group) * D);
         const Plane plane(k_plane, v_plane, len_d, base_d, table, first_row, window, counted, capacity);
-        if (warp == 0) {
-            offsets.set<D, Q, pitch_k, pitch_v>(lane);
-            if (COPY == COPY_BULK && lane == 0) {
-                for (int i = 0; i < N_STAGES; i++)
-                    mbar_init(full + i, 1), mbar_init(empty + i, n_workers);
-                mbar_publish();
-                if (tiled) prefetch_map(k_map), prefetch_map(v_map);
-            }
-        }
+        raw.load(q + (size_t(first_row + r) * n_heads + kv_head * group + query - r * group) * D);
         if (lane == 0) {
             place.plane = plane;
             place.k = plane.k + blockIdx.y * slice_k - plane.base * row_k;
             place.v = plane.v + blockIdx.y * slice_v - plane.base * row_v;
             place.queries = make_int4(first_row, team_query, behind_query, kv_head);
         }
-        __syncthreads();
+        __syncwarp();
     }
     // Brings STEP keys. Rows outside the range ask for the nearest one inside: their keys are masked.
     // With COPY_BULK one warp asks, when all have left the room; with COPY_ASYNC all do.
