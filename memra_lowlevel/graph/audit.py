@@ -231,7 +231,7 @@ class _Walk:
             text = "was not launched through this library; its parameters are not understood"
             self._find("unknown-kernel", name, text)
             return
-        launcher = self.context.launchers.get(id(kernel))
+        launcher = self.context.launchers.get(kernel)
         for i, (param, raw) in enumerate(zip(kernel.params, params.params, strict=False)):
             if param.pointer:
                 self._pointer(name, param.name, int.from_bytes(raw, "little"))

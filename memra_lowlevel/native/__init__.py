@@ -25,7 +25,7 @@ try:
 except ImportError as error:
     _reason = f"memra_lowlevel.native._launch was not built ({error})"
 
-_VERSION = 7
+_VERSION = 8
 if lib is not None and getattr(lib, "MLL_VERSION", 0) != _VERSION:
     _reason = "memra_lowlevel.native._launch is older than the sources; build it again"
     ffi = lib = None
@@ -42,8 +42,37 @@ def _type(graph: bool) -> Any:
     return ctypes.cast(int(lib.mll_object_type(graph)), ctypes.py_object).value
 
 
+class _AbsentView:
+    """Holds the attributes of a buffer that compiled code would read."""
+
+    __slots__ = ("_closed", "_storage", "dtype", "ptr")
+
+
+class _AbsentStorage:
+    """Holds the attributes of an allocation that compiled code would read."""
+
+    __slots__ = ("context", "last", "open")
+
+
+def _held(storage: bool) -> Any:
+    """Type that a buffer, or its allocation, has as base."""
+    if lib is None:
+        return _AbsentStorage if storage else _AbsentView
+    return ctypes.cast(int(lib.mll_held_type(storage)), ctypes.py_object).value
+
+
 Plan = _type(False)
 Exec = _type(True)
+if TYPE_CHECKING:
+
+    class View:
+        """Base of buffers."""
+
+    class Storage:
+        """Base of allocations."""
+
+else:
+    View, Storage = _held(False), _held(True)
 
 _enabled = True
 _ids = itertools.count(1)

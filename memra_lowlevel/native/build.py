@@ -31,6 +31,7 @@ ffibuilder.set_source(
     + (HERE / "launch_path.c").read_text(encoding="utf-8").replace('#include "launch_path.h"', "")
     + (HERE / "launch_object.c").read_text(encoding="utf-8"),
     extra_compile_args=["-O2", "-std=gnu11"],
+    define_macros=[("Py_LIMITED_API", "0x030A0000")],  # calls without a tuple of arguments
     py_limited_api=True,
 )
 

@@ -9,6 +9,9 @@
  * kept while so little was launched since the stream was last waited for that the queue cannot be
  * full.
  */
+#include <math.h>
+#include <structmember.h>
+
 typedef struct {
     PyObject_HEAD
     union {
@@ -17,7 +20,19 @@ typedef struct {
     } u;
 } mll_object;
 
-static PyTypeObject *plan_type;
+/* Bases of MemoryView and Storage. To Python they are attributes like any others; they lie here so
+ * that packing an argument is a few loads. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *storage, *dtype, *ptr, *closed;
+} mll_view;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *open, *context, *last;
+} mll_storage;
+
+static PyTypeObject *plan_type, *storage_type;
 
 /* Runs `code = call;`, which calls the driver, with the interpreter lock or without it.
  * The calls are counted already. */
@@ -94,6 +109,91 @@ static PyObject *plan_launch_site(PyObject *type, PyObject *args)
     return PyLong_FromLong(code);
 }
 
+/* Packs one argument into its place. 0 if only Python can, or must refuse it by name; nothing is
+ * converted here that it would not take as it is. */
+static int pack(const mll_site *t, const mll_param *p, PyObject *arg, PyObject *stream, char *to)
+{
+    if (p->kind == MLL_POINTER) {
+        uint64_t address = 0;
+        if ((void *)Py_TYPE(arg) == t->buffer_type) {
+            const mll_view *v = (const mll_view *)arg;
+            const mll_storage *s = (const mll_storage *)v->storage;
+            if (v->closed != Py_False || (p->dtype != NULL && v->dtype != p->dtype) ||
+                s == NULL || !PyObject_TypeCheck(v->storage, storage_type) ||
+                s->open != Py_True || s->context != t->context || s->last != stream ||
+                v->ptr == NULL || !PyLong_CheckExact(v->ptr))
+                return 0;
+            address = PyLong_AsUnsignedLongLong(v->ptr);
+            if (address == UINT64_MAX && PyErr_Occurred()) {
+                PyErr_Clear();
+                return 0;
+            }
+        } else if (arg != Py_None || !p->nullable) {
+            return 0;
+        }
+        memcpy(to, &address, sizeof address);
+        return 1;
+    }
+    if (p->kind == MLL_SIGNED || p->kind == MLL_UNSIGNED) {
+        if (!PyLong_CheckExact(arg))
+            return 0;
+        int overflow;
+        long long value = PyLong_AsLongLongAndOverflow(arg, &overflow);
+        int bits = 8 * (int)p->size - (p->kind == MLL_SIGNED);
+        if (overflow || (value < 0 && p->kind == MLL_UNSIGNED) ||
+            (bits < 63 && (value < 0 ? ~value : value) >> bits))
+            return 0; /* whole numbers from 2^63 on too */
+        memcpy(to, &value, p->size); /* the lower bytes come first */
+        return 1;
+    }
+    if (p->kind == MLL_BYTES) {
+        if (!PyBytes_CheckExact(arg) || (uint64_t)PyBytes_Size(arg) != p->size)
+            return 0;
+        memcpy(to, PyBytes_AsString(arg), p->size);
+        return 1;
+    }
+    if (!PyFloat_CheckExact(arg))
+        return 0;
+    double value = PyFloat_AsDouble(arg);
+    if (p->kind == MLL_F64) {
+        memcpy(to, &value, sizeof value);
+        return 1;
+    }
+    if (fabs(value) > 0x1.fffffep127 && isfinite(value))
+        return 0;
+    float narrow = (float)value;
+    memcpy(to, &narrow, sizeof narrow);
+    return 1;
+}
+
+/* launch_args(site, stream, Stream, args): addresses of the records, the Python object, a tuple; the
+ * code. Nothing is noted or launched unless every argument is packed, and was used there before. */
+static PyObject *plan_launch_args(PyObject *type, PyObject *const *given, Py_ssize_t n_given)
+{
+    _Alignas(64) char block[MLL_BLOCK];
+    (void)type;
+    if (n_given != 4 || !PyTuple_Check(given[3])) {
+        PyErr_SetString(PyExc_TypeError, "launch_args(site, stream, Stream, args)");
+        return NULL;
+    }
+    const mll_site *t = (const mll_site *)PyLong_AsVoidPtr(given[0]);
+    mll_stream *s = (mll_stream *)PyLong_AsVoidPtr(given[1]);
+    if (PyErr_Occurred())
+        return NULL;
+    PyObject *args = given[3];
+    int code = MLL_ARGUMENT;
+    if (t->params == NULL || PyTuple_Size(args) != (Py_ssize_t)t->n_params)
+        return PyLong_FromLong(code);
+    for (uint32_t i = 0; i < t->n_params; i++) {
+        const mll_param *p = &t->params[i];
+        if (!pack(t, p, PyTuple_GetItem(args, i), given[2], block + p->offset))
+            return PyLong_FromLong(code);
+    }
+    if ((code = mll_site_begin((mll_site *)t, s)) == MLL_OK)
+        CALL_DRIVER(s, mll_site_end(t, s, block));
+    return PyLong_FromLong(code);
+}
+
 /* launch_all(stream, plans): None, or (code, index) where Python must go on. */
 static PyObject *plan_launch_all(PyObject *type, PyObject *args)
 {
@@ -142,6 +242,8 @@ static PyObject *plan_launch_all(PyObject *type, PyObject *args)
 static PyMethodDef plan_methods[] = {
     {"launch", plan_launch, METH_O, "Launch on ``stream``, with the parameters as they are now."},
     {"launch_site", plan_launch_site, METH_VARARGS | METH_STATIC, "Launch packed arguments."},
+    {"launch_args", (PyCFunction)(void (*)(void))plan_launch_args, METH_FASTCALL | METH_STATIC,
+     "Pack arguments and launch."},
     {"launch_all", plan_launch_all, METH_VARARGS | METH_STATIC, "Launch several plans in order."},
     {NULL, NULL, 0, NULL},
 };
@@ -172,4 +274,94 @@ uintptr_t mll_object_type(int graph)
 uintptr_t mll_object_address(uintptr_t object)
 {
     return object + offsetof(mll_object, u);
+}
+
+static PyMemberDef view_members[] = {
+    {"_storage", T_OBJECT_EX, offsetof(mll_view, storage), 0, NULL},
+    {"dtype", T_OBJECT_EX, offsetof(mll_view, dtype), 0, NULL},
+    {"ptr", T_OBJECT_EX, offsetof(mll_view, ptr), 0, NULL},
+    {"_closed", T_OBJECT_EX, offsetof(mll_view, closed), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+static PyMemberDef storage_members[] = {
+    {"open", T_OBJECT_EX, offsetof(mll_storage, open), 0, NULL},
+    {"context", T_OBJECT_EX, offsetof(mll_storage, context), 0, NULL},
+    {"last", T_OBJECT_EX, offsetof(mll_storage, last), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static int view_traverse(PyObject *self, visitproc visit, void *arg)
+{
+    mll_view *v = (mll_view *)self;
+    Py_VISIT(v->storage);
+    Py_VISIT(v->dtype);
+    Py_VISIT(v->ptr);
+    Py_VISIT(v->closed);
+    Py_VISIT(Py_TYPE(self));
+    return 0;
+}
+
+static int view_clear(PyObject *self)
+{
+    mll_view *v = (mll_view *)self;
+    Py_CLEAR(v->storage);
+    Py_CLEAR(v->dtype);
+    Py_CLEAR(v->ptr);
+    Py_CLEAR(v->closed);
+    return 0;
+}
+
+static int storage_traverse(PyObject *self, visitproc visit, void *arg)
+{
+    mll_storage *s = (mll_storage *)self;
+    Py_VISIT(s->open);
+    Py_VISIT(s->context);
+    Py_VISIT(s->last);
+    Py_VISIT(Py_TYPE(self));
+    return 0;
+}
+
+static int storage_clear(PyObject *self)
+{
+    mll_storage *s = (mll_storage *)self;
+    Py_CLEAR(s->open);
+    Py_CLEAR(s->context);
+    Py_CLEAR(s->last);
+    return 0;
+}
+
+static void held_dealloc(PyObject *self, inquiry clear)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    clear(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static void view_dealloc(PyObject *self) { held_dealloc(self, view_clear); }
+static void storage_dealloc(PyObject *self) { held_dealloc(self, storage_clear); }
+
+uintptr_t mll_held_type(int storage)
+{
+    PyType_Slot slots[] = {
+        {Py_tp_members, storage ? storage_members : view_members},
+        {Py_tp_traverse, storage ? storage_traverse : view_traverse},
+        {Py_tp_clear, storage ? storage_clear : view_clear},
+        {Py_tp_dealloc, storage ? storage_dealloc : view_dealloc},
+        {0, NULL},
+    };
+    PyType_Spec spec = {
+        storage ? "memra_lowlevel.native._launch.Storage" : "memra_lowlevel.native._launch.View",
+        storage ? sizeof(mll_storage) : sizeof(mll_view), 0,
+        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, slots,
+    };
+    PyGILState_STATE state = PyGILState_Ensure();
+    PyObject *type = PyType_FromSpec(&spec);
+    if (type == NULL)
+        PyErr_Clear();
+    else if (storage)
+        storage_type = (PyTypeObject *)type;
+    PyGILState_Release(state);
+    return (uintptr_t)type;
 }

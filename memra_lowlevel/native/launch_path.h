@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 /* Raised with every change of the structures, so that a stale build is noticed. */
-enum { MLL_VERSION = 7 };
+enum { MLL_VERSION = 8 };
 
 /* Answers below zero are ours, above zero the driver's. */
 enum {
@@ -19,7 +19,8 @@ enum {
     MLL_DEAD = -2,         /* the plan, or an operand of it, was closed */
     MLL_WRONG_DEVICE = -3,
     MLL_SLOW = -4,         /* capture, first use on this stream or thread: Python must look */
-    MLL_ROOM = -5          /* a counter has no room, or its bounds are unknown */
+    MLL_ROOM = -5,         /* a counter has no room, or its bounds are unknown */
+    MLL_ARGUMENT = -6      /* an argument of a kind that only Python knows, or a wrong one */
 };
 
 typedef int (*mll_launch_fn)(void *func, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
@@ -69,12 +70,26 @@ typedef struct {
     void *bound_object; /* the Python object of `bound` */
 } mll_plan;
 
+/* What an argument must be to be packed without asking Python. */
+enum { MLL_POINTER, MLL_SIGNED, MLL_UNSIGNED, MLL_F32, MLL_F64, MLL_BYTES };
+
+typedef struct {
+    int32_t kind, nullable;
+    uint32_t offset, size;
+    void *dtype; /* of a pointer: the NumPy object, or null for any */
+} mll_param;
+
+/* Bytes of parameters up to which C packs them. */
+enum { MLL_BLOCK = 4096 };
+
 typedef struct {
     mll_device *device;
     void *func;
     unsigned grid[3], block[3], shared_bytes;
     uint32_t id, n_params;
     const uint32_t *offsets;
+    const mll_param *params; /* null where only Python can pack them */
+    void *context, *buffer_type; /* Python objects: the context, the class Buffer */
 } mll_site;
 
 /* Host mirror of a device counter: the value lies in [lower, upper]. */
@@ -132,6 +147,8 @@ void mll_graph_note(mll_exec *exec);
  * holds. See launch_object.c. */
 uintptr_t mll_object_type(int graph);
 uintptr_t mll_object_address(uintptr_t object);
+/* The same for the bases of buffers (0) and of their allocations (1), whose attributes C reads. */
+uintptr_t mll_held_type(int storage);
 /* Of a batch, `done` is the number of the plan that was refused or failed; noted afterwards. */
 int mll_many_begin(mll_plan **plans, uint32_t n, mll_stream *stream, uint32_t *done);
 int mll_many_end(mll_plan **plans, uint32_t n, const mll_stream *stream, uint32_t *done);

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from .. import native
 from ..driver.trace import caller
 from ..errors import ArgumentError
 from .memory import Buffer, PinnedBuffer
@@ -75,6 +76,7 @@ class Encoder:
         codes, at = ["<"], 0
         self._convert: list[Convert] = []
         self._index: dict[int | str, int] = {}
+        self._usual: list[np.dtype[Any]] = []
         for i, p in enumerate(params):
             codes.append(f"{p.offset - at}x")
             code, convert = _pointer(self.name, i, p) if p.pointer else _scalar(self.name, i, p)
@@ -105,6 +107,22 @@ class Encoder:
             for arg, convert in zip(args, self._convert, strict=True):
                 convert(arg, context, [])  # raises by name
             raise
+
+    def describe(self) -> Any:
+        """Describe the parameters to the compiled path; None where only Python can pack them."""
+        if self.n_bytes > native.lib.MLL_BLOCK:
+            return None
+        described = native.ffi.new("mll_param[]", max(1, len(self.params)))
+        for cell, p in zip(described, self.params, strict=False):
+            kind = _compiled_kind(p)
+            if kind is None:
+                return None
+            cell.kind, cell.nullable = kind, p.nullable
+            cell.offset, cell.size = p.offset, p.size
+            if p.pointer and p.dtype:
+                self._usual.append(np.dtype(p.dtype))  # kept: C compares by address
+                cell.dtype = native.ffi.cast("void *", id(self._usual[-1]))
+        return described
 
     def operands(self, args: Sequence[Any], context: Context) -> dict[int, Storage]:
         """Give the storage that each pointer argument names, by position; None names none."""
@@ -199,6 +217,17 @@ def _unrolled(
         text = [f"def {name}(args, context, {last}):", *lines, *end, "    return block"]
         exec("\n".join(text), names)
     return names["listing"], names["noting"]
+
+
+def _compiled_kind(p: Param) -> int | None:
+    if p.pointer:
+        return int(native.lib.MLL_POINTER)
+    if p.dtype in _INTS:
+        signed = not p.dtype.startswith("u")
+        return int(native.lib.MLL_SIGNED if signed else native.lib.MLL_UNSIGNED)
+    if p.dtype in ("float32", "float64"):
+        return int(native.lib.MLL_F32 if p.dtype == "float32" else native.lib.MLL_F64)
+    return None if p.dtype in ("float16", "bool") else int(native.lib.MLL_BYTES)
 
 
 def _note(storage: Storage, stream: Stream) -> None:
@@ -317,7 +346,10 @@ def _float(kernel: str, index: int, p: Param) -> Convert:
                 raise _refuse(kernel, index, p, repr(arg), "a truth value; pass float(x)")
             if not isinstance(arg, float | int | np.floating | np.integer):
                 raise _refuse(kernel, index, p, f"{type(arg).__name__} {arg!r}")
-            arg = float(arg)
+            try:
+                arg = float(arg)
+            except OverflowError:  # a whole number
+                raise _refuse(kernel, index, p, "an int", f"too large for {p.dtype}") from None
         if limit < abs(arg) < math.inf:
             # Values that only round up to the largest finite one are rare enough to refuse too.
             raise _refuse(kernel, index, p, repr(arg), f"too large for {p.dtype}")

@@ -25,6 +25,7 @@ from ..errors import DriverError, HostCheckError, MemraError
 from . import lifetime
 
 if TYPE_CHECKING:
+    from ..compile import Kernel
     from .device import Device
     from .launch import Launcher
     from .module import LoadedModule
@@ -90,7 +91,7 @@ class Context:
         self.lost = ""
         self.n_lost_destructors = 0
         self.memo: dict[Any, Any] = {}
-        self.launchers: dict[int, Launcher] = {}
+        self.launchers: dict[Kernel, Launcher] = {}
         self.modules: weakref.WeakSet[LoadedModule] = weakref.WeakSet()
         self._dead: deque[tuple[int, Callable[[], None]]] = deque()
         # Every allocation that is not given back, to tell whose address a graph has frozen.

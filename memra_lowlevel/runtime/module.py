@@ -73,5 +73,5 @@ class LoadedModule(Module):
         for user in list(self.users):
             user._operand_closed(self)
         for kernel in self._kernels.values():
-            self.context.launchers.pop(id(kernel), None)
+            self.context.launchers.pop(kernel, None)
         super().close()

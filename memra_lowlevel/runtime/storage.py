@@ -30,7 +30,7 @@ __all__ = ["MemoryView", "PinnedStorage", "Shape", "Storage", "normal_shape", "n
 Shape = int | Sequence[int]
 
 
-class Storage(Keepable):
+class Storage(native.Storage, Keepable):
     """One allocation. Internal: buffers, arenas and interop make them.
 
     Attributes
@@ -107,10 +107,14 @@ class PinnedStorage(Storage):
         return not self.open or super().closed
 
 
-class MemoryView(Closing):
+class MemoryView(native.View, Closing):
     """What device and pinned buffers have in common: a place in a storage."""
 
-    __slots__ = ("__weakref__", "_closed", "_root", "_storage", "dtype", "n_bytes", "ptr", "shape")
+    __slots__ = ("__weakref__", "_root", "n_bytes", "shape")
+    _storage: Storage
+    _closed: bool
+    dtype: np.dtype[Any]
+    ptr: int
     _what = "buffer"
 
     def __init__(
