@@ -251,6 +251,19 @@ FAULTS = (
         ("tests/bench/test_agree.py",), True,
     ),
     Fault(
+        "others-too-early", "other libraries are loaded while rows of ours are still measured",
+        "memra_lowlevel/bench/run.py",
+        "            self._later.append((self.group, measure))", "            measure()",
+        ("tests/bench/test_command.py",), True,
+    ),
+    Fault(
+        "unlike-compared", "a row beside other libraries is compared with one without",
+        "memra_lowlevel/bench/agree.py",
+        "        return None in self.loaded or self.loaded[0] == self.loaded[1]",
+        "        return True",
+        ("tests/bench/test_agree.py",), True,
+    ),
+    Fault(
         "one-run-twice", "a run is compared with itself",
         "memra_lowlevel/bench/agree.py",
         "    if first.seal == second.seal:", "    if False:",

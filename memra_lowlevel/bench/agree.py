@@ -37,6 +37,8 @@ class Pair:
         What the row is compared with.
     first, second : float
         The ratio in each run.
+    loaded : (list of str or None, list of str or None)
+        Other libraries that each run had imported by then; None where the file does not tell.
     """
 
     what: str
@@ -44,6 +46,12 @@ class Pair:
     over: str
     first: float
     second: float
+    loaded: tuple[list[str] | None, list[str] | None] = (None, None)
+
+    @property
+    def alike(self) -> bool:
+        """Whether both were measured beside the same libraries, as far as the files tell."""
+        return None in self.loaded or self.loaded[0] == self.loaded[1]
 
     @property
     def difference(self) -> float:
@@ -56,14 +64,22 @@ class Pair:
         return not self.difference <= bound
 
 
-def compare(first: Iterable[Row], second: Iterable[Row]) -> list[Pair]:
-    """Pair the ratios that both runs have, in the order of the first one."""
+def compare(first: Iterable[Row], second: Iterable[Row]) -> tuple[list[Pair], list[Pair]]:
+    """Pair the ratios that both runs have, in the order of the first one.
+
+    Returns
+    -------
+    (alike, unlike)
+        Those measured beside the same libraries, and the others, which are no comparison: what a
+        library leaves in a process makes kernels slower.
+    """
     other = _ratios(second)
-    return [
-        Pair(what, group, over, value, other[what, over][1])
-        for (what, over), (group, value) in _ratios(first).items()
+    pairs = [
+        Pair(what, group, over, value, other[what, over][1], (loaded, other[what, over][2]))
+        for (what, over), (group, value, loaded) in _ratios(first).items()
         if (what, over) in other
     ]
+    return [p for p in pairs if p.alike], [p for p in pairs if not p.alike]
 
 
 def independent(first: Result, second: Result) -> None:
@@ -97,19 +113,22 @@ def independent(first: Result, second: Result) -> None:
         )
 
 
-def _ratios(rows: Iterable[Row]) -> dict[tuple[str, str], tuple[str, float]]:
-    """Every ratio of our own rows: (row, compared with) to (group, ratio)."""
+_Found = tuple[str, float, "list[str] | None"]
+
+
+def _ratios(rows: Iterable[Row]) -> dict[tuple[str, str], _Found]:
+    """Every ratio of our own rows: (row, compared with) to group, ratio and libraries loaded."""
     rows = list(rows)
-    found: dict[tuple[str, str], tuple[str, float]] = {}
+    found: dict[tuple[str, str], _Found] = {}
     for row in rows:
         if row.peer is not None:
             continue
         share = ratio(row, rows)
         if share is not None:
             over = "the floor" if row.share is not None else str(row.baseline)
-            found[row.what, over] = (row.group, share)
+            found[row.what, over] = (row.group, share, row.loaded)
         if "over_one_row" in row.extra:
-            found[row.what, "one row"] = (row.group, float(row.extra["over_one_row"]))
+            found[row.what, "one row"] = (row.group, float(row.extra["over_one_row"]), row.loaded)
     return found
 
 
@@ -131,9 +150,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ArgumentError as error:
         print(f"agree: {error}", file=sys.stderr)
         return 2
-    pairs = compare(first.rows, second.rows)
+    pairs, unlike = compare(first.rows, second.rows)
+    for pair in unlike:
+        beside = " and ".join(", ".join(names or []) or "none" for names in pair.loaded)
+        print(f"{pair.what:<56} over {pair.over:<24} not compared: loaded were {beside}")
     if not pairs:
-        print("agree: the files have no ratio in common", file=sys.stderr)
+        what = "that was measured beside the same libraries" if unlike else "in common"
+        print(f"agree: the files have no ratio {what}", file=sys.stderr)
         return 2
     apart = [pair for pair in pairs if pair.differs(args.bound)]
     for pair in sorted(apart, key=lambda p: p.difference, reverse=True):
@@ -141,9 +164,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{pair.what:<56} over {pair.over:<24} {pair.first:7.3f} {pair.second:7.3f} "
             f"{pair.difference:7.1%}"
         )
-    alone = len(_ratios(first.rows)) + len(_ratios(second.rows)) - 2 * len(pairs)
+    common = len(pairs) + len(unlike)
+    alone = len(_ratios(first.rows)) + len(_ratios(second.rows)) - 2 * common
     print(
         f"agree: {len(pairs)} ratios compared, {len(apart)} differ by more than {args.bound:.1%}"
+        + (f"; {len(unlike)} not compared, for other libraries were loaded" if unlike else "")
         + (f"; {alone} stand in one file only" if alone else "")
     )
     return 1 if apart else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -140,12 +141,9 @@ def measure_attend(run: Run) -> None:
     for case in _SMALL if run.small else CASES:
         measure_case(run, case)
         peers_see_it_too = case.window is None and (plain is None or case.work != plain.work)
-        if run.peers and run.device.kind == "cuda" and peers_see_it_too:
-            if (case.k_format, case.v_format) == (Q8_0, Q5_1):
-                from .peers import attend_rows
-
-                attend_rows(run, case)
-                plain = case
+        if peers_see_it_too and (case.k_format, case.v_format) == (Q8_0, Q5_1):
+            run.later(partial(_others, run, case))
+            plain = case
 
 
 def measure_rows(run: Run) -> None:
@@ -162,10 +160,14 @@ def measure_rows(run: Run) -> None:
                 factor = _F16_FACTOR if case.k_format is F16 else _ROW_FACTORS[case.n_rows]
                 row.goal = round(factor * one.median, 2)
         peers_see_it_too = case.n_rows in (1, 4, 8) and case.k_format is Q8_0
-        if run.peers and run.device.kind == "cuda" and peers_see_it_too:
-            from .peers import attend_rows
+        if peers_see_it_too:
+            run.later(partial(_others, run, case))
 
-            attend_rows(run, case)
+
+def _others(run: Run, case: Case) -> None:
+    from .peers import attend_rows
+
+    attend_rows(run, case)
 
 
 def measure_case(run: Run, case: Case) -> Row:

@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from .result import Row
     from .run import Run
 
-__all__ = ["GROUPS", "add_arguments", "line", "run"]
+__all__ = ["GROUPS", "add_arguments", "line", "measure_all", "run"]
 
 GROUPS = {
     "ceilings": "ceilings:measure",
@@ -79,19 +80,13 @@ def run(args: argparse.Namespace) -> int:
             )
         about = result.environment(device)
         state = Run(device, stream, peers=not args.no_peers, small=small)
-        failed = []
+
+        def save() -> None:
+            if args.json:
+                result.write(args.json, state.rows, about=about, notes=state.notes)
+
         with _progress(groups, state) as begin:
-            for name in groups:
-                begin(name)
-                try:
-                    measure(state, name)
-                except Exception as error:
-                    traceback.print_exc()
-                    failed.append(name)
-                    state.rows[:] = [row for row in state.rows if row.group != name]
-                    state.notes.append(f"{name}: failed, {type(error).__name__}: {error}"[:300])
-                if args.json:
-                    result.write(args.json, state.rows, about=about, notes=state.notes)
+            failed = measure_all(state, groups, begin, save)
         for note in dict.fromkeys(state.notes):
             print(f"not measured: {note}", flush=True)
         # A group that needs the ceilings leaves them in the file: they are what it is compared to.
@@ -101,6 +96,42 @@ def run(args: argparse.Namespace) -> int:
             plot.draw(args.plot, state.rows, about)
             print(f"bench: wrote {args.plot}", flush=True)
     return 1 if failed else 0
+
+
+def measure_all(
+    state: Run, groups: Sequence[str], begin: Callable[[str], None], save: Callable[[], None]
+) -> list[str]:
+    """Measure groups, then the other libraries of all of them; give the groups that failed.
+
+    What other libraries are asked to do is put off (:meth:`~.run.Run.later`): each leaves something
+    in the process. ``begin`` is told each group, ``save`` is called after it.
+    """
+    failed: list[str] = []
+    for name in groups:
+        begin(name)
+        if not _attempt(state, name, partial(measure, state, name)):
+            failed.append(name)
+            state.rows[:] = [row for row in state.rows if row.group != name]
+        save()
+    for name, others in state.take_later():
+        if name in failed:
+            continue
+        state.group, kept = name, len(state.rows)
+        if not _attempt(state, name, others):
+            failed.append(name)
+            del state.rows[kept:]
+        save()
+    return failed
+
+
+def _attempt(state: Run, name: str, call: Callable[[], None]) -> bool:
+    try:
+        call()
+    except Exception as error:
+        traceback.print_exc()
+        state.notes.append(f"{name}: failed, {type(error).__name__}: {error}"[:300])
+        return False
+    return True
 
 
 def measure(state: Run, name: str) -> None:

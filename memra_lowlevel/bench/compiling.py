@@ -178,7 +178,7 @@ def measure_compile(run: Run) -> None:
         if cold is default:
             extra["cpus"] = cpus
         what, samples = f"cold compilation of {name}, {arch}", [laps["compiler"] + laps["kernels"]]
-        run.add(Row(what, "ms", samples, extra=extra, note=_NOTE, goal=goal))
+        run.add(Row(what, "ms", samples, extra=extra, note=_NOTE, goal=goal, loaded=[]))
     names = {
         "import": "import and registry", "device": "open the device",
         "kernels": "every module loaded" if cuda else "every image read",
@@ -187,7 +187,9 @@ def measure_compile(run: Run) -> None:
         if name in warm[0]["laps"]:
             samples = [start["laps"][name] for start in warm]
             goal = 150.0 if cuda and name == "kernels" else None
-            run.add(Row(f"warm start, {words}, {arch}", "ms", samples, note=_NOTE, goal=goal))
+            run.add(
+                Row(f"warm start, {words}, {arch}", "ms", samples, note=_NOTE, goal=goal, loaded=[])
+            )
     origins = {origin for start in warm for origin in start["origins"]}
     if origins != {"disk"}:
         run.notes.append(f"compile: the sources changed meanwhile, so warm starts were {origins}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,8 @@ from .clock import host_us_in_turn
 from .result import Row
 
 if TYPE_CHECKING:
+    from ..compile import Kernel
+    from ..runtime.memory import Buffer
     from .run import Run
 
 __all__ = ["N_NODES", "measure_launch", "measure_replay"]
@@ -28,17 +32,19 @@ _LAUNCHES, _REPLAYS, _WAITS = (_BATCH, 31), (20, 31), (10, 31)  # calls of a tur
 _SMALL = (2, 3)
 _BEST_OF = 20  # turns of a sample
 _WARM_S = 0.3
-_C_LAUNCH, _C_REPLAY = "launch, C", "replay, C"
+_C_LAUNCH, _BESIDE = "launch, C", " beside others"
 
 
 def measure_launch(run: Run) -> None:
     """Time one launch of a kernel with four parameters, by every path there is."""
+    with _reading(run) as (kernel, source, out):
+        _measure_launch(run, kernel, source, out)
+    run.later(partial(_others_launch, run))
+
+
+def _measure_launch(run: Run, kernel: Kernel, source: Buffer, out: Buffer) -> None:
     device, stream = run.device, run.stream
-    kernel = registry.kernel(device, "bench_read")
-    config = LaunchConfig(1, 32)
-    source = device.zeros((4,), np.uint32, stream)
-    out = device.zeros((32,), np.uint32, stream)
-    arguments = (source, 0, 1, out)
+    config, arguments = LaunchConfig(1, 32), (source, 0, 1, out)
     plan = prepare(device, config, kernel, *arguments)
     plan.launch(stream)
     stream.sync()
@@ -48,11 +54,11 @@ def measure_launch(run: Run) -> None:
         "launch, many at once": (launch_many, (stream, [plan] * _BATCH), _BATCH),
         "launch, new arguments": (launch, (stream, config, kernel, *arguments), 1),
     }
-    c_row = _C_LAUNCH if plan._plan is not None else None
-    if c_row is None:
+    bare = _bare_launches(run, plan, n_calls)
+    c_row = None if bare is None else _C_LAUNCH
+    if bare is None or c_row is None:
         run.notes.append("C: the compiled launch path is missing, so nothing to compare with")
     else:
-        bare = (native.lib.mll_bare_launches, (plan._plan, stream.cell, n_calls), n_calls)
         calls = {c_row: bare, **calls}
     found = _in_turn(run, calls, stream.sync, n_calls, n_samples)
     for what, samples in found.items():
@@ -62,12 +68,39 @@ def measure_launch(run: Run) -> None:
         run.add(row)
     _with_sync(run, plan, c_row)
     _overhead(run)
-    if run.peers and device.kind == "cuda":
-        from .peers import launch_rows
 
+
+def _others_launch(run: Run) -> None:
+    """Time other libraries, and C once more: beside them in the process it is not what it was."""
+    from .peers import launch_rows
+
+    with _reading(run) as (kernel, source, out):
+        plan = prepare(run.device, LaunchConfig(1, 32), kernel, source, 0, 1, out)
+        plan.launch(run.stream)
+        bare = _bare_launches(run, plan, _LAUNCHES[0])
+        n_rows, c_row = len(run.rows), None if bare is None else f"launch{_BESIDE}, C"
         launch_rows(run, kernel, source, out, c_row)
+        if bare is not None and c_row is not None and len(run.rows) > n_rows:
+            for what, samples in _in_turn(run, {c_row: bare}, run.stream.sync, *_LAUNCHES).items():
+                run.add(_row(what, samples, "launch", c_row))
+
+
+@contextmanager
+def _reading(run: Run) -> Iterator[tuple[Kernel, Buffer, Buffer]]:
+    """Give a kernel with four parameters, and the buffers that it takes."""
+    kernel = registry.kernel(run.device, "bench_read")
+    source = run.device.zeros((4,), np.uint32, run.stream)
+    out = run.device.zeros((32,), np.uint32, run.stream)
+    yield kernel, source, out
     for buffer in (source, out):
         buffer.close()
+
+
+def _bare_launches(run: Run, plan: Any, n_calls: int) -> _Call | None:
+    """Give the driver call alone, made ``n_calls`` times by C; None without the compiled path."""
+    if plan._plan is None:
+        return None
+    return native.lib.mll_bare_launches, (plan._plan, run.stream.cell, n_calls), n_calls
 
 
 def _with_sync(run: Run, plan: Any, c_row: str | None) -> None:
@@ -92,25 +125,30 @@ def _with_sync(run: Run, plan: Any, c_row: str | None) -> None:
 
 def measure_replay(run: Run, n_nodes: int = N_NODES) -> None:
     """Time the replay of a chain of small kernels: host cost, and launch with sync."""
-    device, stream = run.device, run.stream
-    kernel = registry.kernel(device, "bench_read")
-    source = device.zeros((4,), np.uint32, stream)
-    out = device.zeros((32,), np.uint32, stream)
-    plan = prepare(device, LaunchConfig(1, 32), kernel, source, 0, 1, out)
-    plan.launch(stream)
-    has_c = _chain(run, plan, n_nodes, "")
-    _chain(run, plan, 1, " 1 node")
+    with _reading(run) as (kernel, source, out):
+        plan = prepare(run.device, LaunchConfig(1, 32), kernel, source, 0, 1, out)
+        plan.launch(run.stream)
+        _chain(run, plan, n_nodes, "")
+        _chain(run, plan, 1, " 1 node")
     _replay_overhead(run)
-    if run.peers and device.kind == "cuda":
-        from .peers import replay_rows
-
-        replay_rows(run, kernel, source, out, n_nodes, _C_REPLAY if has_c else None)
-    for buffer in (source, out):
-        buffer.close()
+    run.later(partial(_others_replay, run, n_nodes))
 
 
-def _chain(run: Run, plan: Any, n_nodes: int, which: str) -> bool:
-    """Add the rows of one chain, ``which`` behind their names; True if C was measured too."""
+def _others_replay(run: Run, n_nodes: int) -> None:
+    """Time the chain as other libraries replay it, and as we and C do beside them."""
+    from .peers import replay_rows
+
+    with _reading(run) as (kernel, source, out):
+        plan = prepare(run.device, LaunchConfig(1, 32), kernel, source, 0, 1, out)
+        plan.launch(run.stream)
+        n_rows, c_row = len(run.rows), f"replay{_BESIDE}, C" if plan._plan is not None else None
+        replay_rows(run, kernel, source, out, n_nodes, c_row)
+        if len(run.rows) > n_rows:
+            _chain(run, plan, n_nodes, _BESIDE)
+
+
+def _chain(run: Run, plan: Any, n_nodes: int, which: str) -> None:
+    """Add the rows of one chain, ``which`` behind their names."""
     stream = run.stream
     with stream.capture("chain") as graph:
         for _ in range(n_nodes):
@@ -147,7 +185,6 @@ def _chain(run: Run, plan: Any, n_nodes: int, which: str) -> bool:
                 if base is not None and what == work:
                     row.goal = _goal(row, found[base], factor, more)
                 run.add(row)
-    return cell is not None
 
 
 _Call = tuple[Callable[..., object], Sequence[object], int]

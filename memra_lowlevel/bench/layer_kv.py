@@ -18,6 +18,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from .result import Row
+from .run import loaded
 
 if TYPE_CHECKING:
     from .run import Run
@@ -98,7 +99,7 @@ def _main(peers: bool, n_rows: int = 32768, head_dim: int = 128) -> None:
             add(name, partial(layer.attend_group, q.reshape(-1), 0, out), floor=floors.get(name))
     samples = _in_turn(calls)
     for row in rows:
-        row.update(unit="ms", samples=samples[row["what"]])
+        row.update(unit="ms", samples=samples[row["what"]], loaded=loaded())
         if row.get("floor"):
             row["floor"] = median(samples[row["floor"]])
             if row["what"].endswith(" 1 queries, f32"):

@@ -77,6 +77,9 @@ class Row:
     in_turn : bool
         Its samples were taken in turn with those of ``baseline``: equal places belong together, and
         what drifted in between drifted for both.
+    loaded : list of str or None
+        Other libraries that the measuring process had imported by then (``run.OTHERS``); None in
+        files that do not tell.
     """
 
     what: str
@@ -91,6 +94,7 @@ class Row:
     baseline: str | None = None
     goal: float | None = None
     in_turn: bool = False
+    loaded: list[str] | None = None
 
     def __post_init__(self) -> None:
         if not self.samples:
@@ -303,6 +307,8 @@ def _row(data: dict[str, Any]) -> Row:
         _expect(getattr(row, name), str, name)
     for name in ("peer", "baseline"):
         _expect(getattr(row, name), str | None, name)
+    for library in _expect(row.loaded, list | None, "loaded") or []:
+        _expect(library, str, "a library")
     for sample in _expect(row.samples, list, "samples"):
         _expect(sample, int | float, "a sample")
     for name in ("floor", "goal"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,9 +16,17 @@ if TYPE_CHECKING:
     from ..runtime.stream import Stream
     from .ceilings import Ceilings
 
-__all__ = ["SMALL_NOTE", "Run"]
+__all__ = ["OTHERS", "SMALL_NOTE", "Run", "loaded"]
 
 SMALL_NOTE = "host device: reduced sizes, shows that it runs"
+
+OTHERS = ("cuda.core", "cupy", "torch", "triton", "numba", "flashinfer", "flash_attn_interface")
+"""Modules of other libraries: what they leave in a context makes nodes of a graph slower."""
+
+
+def loaded() -> list[str]:
+    """Which of :data:`OTHERS` this process has imported."""
+    return [name for name in OTHERS if name in sys.modules]
 
 
 @dataclass
@@ -50,6 +59,7 @@ class Run:
     notes: list[str] = field(default_factory=list)
     tell: Callable[[Row], None] = lambda row: None
     _ceilings: Ceilings | None = None
+    _later: list[tuple[str, Callable[[], None]]] = field(default_factory=list)
 
     @property
     def ceilings(self) -> Ceilings:
@@ -63,11 +73,26 @@ class Run:
     def add(self, row: Row) -> Row:
         """Keep a row; on the host device one without a note says that its time means nothing."""
         row.group = row.group or self.group
+        if row.loaded is None:
+            row.loaded = loaded()
         if self.small and not row.note:
             row.note, row.floor, row.goal = SMALL_NOTE, None, None
         self.rows.append(row)
         self.tell(row)
         return row
+
+    def later(self, measure: Callable[[], None]) -> None:
+        """Measure other libraries when everything that needs none is done, on a GPU, if at all.
+
+        What one of them leaves in the process is then in no row of ours.
+        """
+        if self.peers and self.device.kind == "cuda":
+            self._later.append((self.group, measure))
+
+    def take_later(self) -> list[tuple[str, Callable[[], None]]]:
+        """Give what :meth:`later` put off, with the group that it belongs to, and forget it."""
+        put_off, self._later = self._later, []
+        return put_off
 
     def timed(self, calls: Sequence[Callable[[], None]], n_samples: int = 15) -> list[float]:
         """Time calls on the device, in µs each; see :func:`~.clock.graph_us`."""

@@ -330,7 +330,7 @@ def _agreement(paths: str, root: Path) -> list[str]:
         raise ArgumentError(f"the table {AGREEMENT!r} needs FILE.json,FILE.json", name="path")
     runs = [load(root / path) for path in shown]
     agree.independent(*runs)
-    pairs = agree.compare(*(run.rows for run in runs))
+    pairs, unlike = agree.compare(*(run.rows for run in runs))
     if not pairs:
         raise ArgumentError(f"{paths} have no ratio in common", name="path")
     body = []
@@ -341,7 +341,10 @@ def _agreement(paths: str, root: Path) -> list[str]:
         body.append([group, len(of_group), f"{widest.difference:.1%}", widest.what, apart])
     head = ["group", "ratios", "largest difference", "of", f"over {agree.BOUND:.0%}"]
     captions = [_caption(pairs[0].group, *run) for run in zip(runs, shown, strict=True)]
-    return [*_markdown(head, body), "", captions[0], "", captions[1]]
+    if unlike:
+        what = "ratios are not compared: other libraries were loaded in one of the runs"
+        captions.insert(0, f"<sub>{len(unlike)} {what}.</sub>")
+    return [*_markdown(head, body), *(line for text in captions for line in ("", text))]
 
 
 KINDS: dict[str, Callable[[Result, str], list[str]]] = {

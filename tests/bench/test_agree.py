@@ -52,7 +52,8 @@ def test_rows_over_one_row_and_rows_of_one_run_only():
     two = Row("rows 2", "us", [12.0], 5.0, group="rows", extra={"over_one_row": 1.2})
     slower = Row("rows 2", "us", [12.0], 5.0, group="rows", extra={"over_one_row": 1.3})
     peer = Row("rows 2, torch", "us", [9.0], 5.0, "torch", group="rows")
-    pairs = agree.compare([one, two, peer], [slower, peer])
+    pairs, unlike = agree.compare([one, two, peer], [slower, peer])
+    assert not unlike
     assert [(p.what, p.over) for p in pairs] == [("rows 2", "the floor"), ("rows 2", "one row")]
     assert not pairs[0].differs() and pairs[1].differs()
 
@@ -78,7 +79,7 @@ def test_what_cannot_be_compared(tmp_path, capsys):
     for change in (
         {"what": ["a"]}, {"group": ["a"]}, {"samples": []}, {"samples": "abc"}, {"samples": ["a"]},
         {"samples": [None]}, {"floor": "low"}, {"baseline": [1]}, {"extra": 5},
-        {"extra": {"over_one_row": "x"}},
+        {"extra": {"over_one_row": "x"}}, {"loaded": "torch"}, {"loaded": [5]},
     ):  # fmt: skip
         write(odd)
         sealed(odd, lambda body, change=change: body["rows"][0].update(change))
@@ -104,6 +105,39 @@ def test_rows_of_one_run_only_are_counted(tmp_path, capsys):
     assert agree.main([first, second]) == 0
     assert "2 ratios compared" in (said := capsys.readouterr().out)
     assert said.endswith("; 1 stand in one file only\n")
+
+
+def test_only_like_is_compared_with_like(tmp_path, capsys):
+    """What was measured beside another library says nothing of what was measured without."""
+    files = both(tmp_path, 1.5)
+
+    def told(place, which, loaded):
+        def change(body):
+            for row in body["rows"][which]:
+                row["loaded"] = loaded
+
+        sealed(tmp_path / f"{place}.json", change)
+
+    told("first", slice(None), [])
+    assert agree.main(files) == 1  # the second file does not tell
+    assert "3 ratios compared, 3 differ" in capsys.readouterr().out
+    told("second", slice(None), [])
+    assert agree.main(files) == 1
+    assert "3 ratios compared, 3 differ" in capsys.readouterr().out
+    told("second", slice(0, 1), ["cupy", "torch"])
+    assert agree.main(files) == 1
+    said = capsys.readouterr().out
+    (line,) = (x for x in said.splitlines() if "not compared:" in x)
+    assert (
+        line.startswith("attend 32/8/128 ctx 4096") and "loaded were none and cupy, torch" in line
+    )
+    assert "2 ratios compared, 2 differ" in said
+    assert said.endswith("; 1 not compared, for other libraries were loaded\n")
+    mark = f"<!-- table: agreement from first.json,second.json -->\n{tables.END}\n"
+    assert "1 ratios are not compared" in tables.rewritten(mark, tmp_path)[0]
+    told("second", slice(None), ["torch"])
+    assert agree.main(files) == 2
+    assert "measured beside the same libraries" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("bound", ["nan", "-0.01", "inf", "much"])

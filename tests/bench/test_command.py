@@ -1,14 +1,17 @@
 """The command on the host device: every group runs, files are sound, peers are guarded."""
 
+import importlib
 import json
 import subprocess
 import sys
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from synthetic import rows
 
-from memra_lowlevel import Device, cli, errors
+from memra_lowlevel import Device, cli, errors, native
 from memra_lowlevel.bench import (
     attend,
     ceilings,
@@ -24,6 +27,8 @@ from memra_lowlevel.bench.attend import CASES, ROWS, Case, measure_case
 from memra_lowlevel.bench.clock import graph_us
 from memra_lowlevel.bench.result import REPOSITORY, Row, load, ratio
 from memra_lowlevel.bench.run import SMALL_NOTE, Run
+
+run_module = importlib.import_module("memra_lowlevel.bench.run")
 
 FAST = ["ceilings", "launch", "replay", "append", "attend", "rows", "recur"]
 
@@ -90,6 +95,126 @@ def test_missing_libraries_are_notes_and_no_rows(run, monkeypatch):
     assert len(run.rows) == before
     for name in ("cuda.bindings", "cuda.core", "CuPy", "torch", "Triton", "numba-cuda"):
         assert any(note.startswith(f"{name}: not installed") for note in run.notes), name
+
+
+@pytest.fixture
+def others(tmp_path, monkeypatch):
+    """Libraries of the names that a row tells of; each notes that it was imported."""
+    names = ("peer_of_tests", "second_peer_of_tests")
+    for name in names:
+        (tmp_path / f"{name}.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(run_module, "OTHERS", names)
+    yield names
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def in_order(monkeypatch, peers, groups, small=False):
+    """Measure made-up groups on a made-up GPU, where each asks for a library in its middle."""
+    state = Run(SimpleNamespace(kind="host" if small else "cuda"), None, peers, small)
+    done, saved = [], []
+
+    def other(name, group):
+        if name == "gone":
+            state.add(Row(f"{group}, begun", "us", [1.0], peer=name))
+        importlib.import_module(name)
+        state.add(Row(f"{group}, {name}", "us", [1.0], peer=name))
+
+    def fake(state, group):
+        done.append(group)
+        state.group = group
+        state.add(Row(f"{group}, first", "us", [1.0]))
+        name = groups[group]
+        if name is not None:
+            state.later(partial(other, name, group))
+        state.add(Row(f"{group}, second", "us", [1.0]))
+        if name == "fails":
+            raise RuntimeError("after all")
+
+    monkeypatch.setattr(command, "measure", fake)
+    failed = command.measure_all(
+        state, list(groups), lambda name: None, lambda: saved.append(len(state.rows))
+    )
+    assert done == list(groups)
+    return state, failed, saved
+
+
+def test_everything_of_ours_is_measured_before_any_other_library_is_imported(others, monkeypatch):
+    first, second = others
+    state, failed, saved = in_order(
+        monkeypatch, True, {"launch": first, "attend": second, "model": None}
+    )
+    assert [row.what for row in state.rows] == [
+        "launch, first", "launch, second", "attend, first", "attend, second", "model, first",
+        "model, second", f"launch, {first}", f"attend, {second}",
+    ]  # fmt: skip
+    assert [row.loaded for row in state.rows] == [*[[]] * 6, [first], [first, second]]
+    assert [row.group for row in state.rows[-2:]] == ["launch", "attend"]
+    assert failed == [] and saved == [2, 4, 6, 7, 8]
+
+
+def test_a_result_file_tells_what_was_loaded(others, monkeypatch, tmp_path):
+    state, _, _ = in_order(monkeypatch, True, {"launch": others[0]})
+    path = tmp_path / "told.json"
+    result.write(path, state.rows, about={"kind": "host"})
+    assert [row.loaded for row in load(path).rows] == [[], [], [others[0]]]
+
+
+@pytest.mark.parametrize(("peers", "small"), [(False, False), (True, True)])
+def test_no_other_library_is_imported_without_peers_or_a_gpu(others, monkeypatch, peers, small):
+    state, failed, _ = in_order(monkeypatch, peers, {"launch": others[0]}, small)
+    assert len(state.rows) == 2 and not failed and others[0] not in sys.modules
+
+
+def test_a_group_that_failed_asks_no_other_library(others, monkeypatch, capsys):
+    state, failed, _ = in_order(
+        monkeypatch, True, {"launch": "fails", "attend": others[0], "rows": "gone"}
+    )
+    assert failed == ["launch", "rows"] and "after all" in capsys.readouterr().err
+    # What the library of the third group broke costs its rows, not those of the group.
+    assert [row.what for row in state.rows] == [
+        "attend, first", "attend, second", "rows, first", "rows, second", f"attend, {others[0]}",
+    ]  # fmt: skip
+    assert any("rows: failed, ModuleNotFoundError" in note for note in state.notes)
+
+
+def test_the_groups_put_their_peers_off(run, monkeypatch):
+    """None of them is asked while ours are measured, and each is asked afterwards."""
+    asked = []
+    for name in ("launch_rows", "replay_rows", "attend_rows"):
+        monkeypatch.setattr(peers, name, lambda run, *words, name=name: asked.append(name))
+    state = Run(run.device, run.stream, small=True)
+    monkeypatch.setattr(Run, "later", lambda self, call: self._later.append((self.group, call)))
+    for group in ("launch", "replay", "attend", "rows"):
+        command.measure(state, group)
+    assert asked == []
+    for _, call in state.take_later():
+        call()
+    assert list(dict.fromkeys(asked)) == ["launch_rows", "replay_rows", "attend_rows"]
+    assert asked.count("attend_rows") >= 2 and state.take_later() == []
+
+
+def test_c_is_measured_again_beside_the_others(run, monkeypatch):
+    """They are compared with what C took in the same process as they found it."""
+
+    def other(run, *words):
+        run.add(Row(f"{words[-1]} of another", "us", [1.0], peer="other", baseline=words[-1]))
+
+    monkeypatch.setattr(peers, "launch_rows", other)
+    monkeypatch.setattr(peers, "replay_rows", other)
+    monkeypatch.setattr(launch, "_LAUNCHES", (2, 3))
+    state = Run(run.device, run.stream, small=True)
+    state.group = "launch"
+    launch._others_launch(state)
+    state.group = "replay"
+    launch._others_replay(state, 2)
+    names = {row.what: row for row in state.rows}
+    if not native.available():
+        return
+    for c_row in ("launch beside others, C", "replay beside others, C"):
+        assert names[c_row].peer == "C"
+        assert ratio(names[f"{c_row} of another"], state.rows) == names[c_row].median
 
 
 def test_a_failing_library_is_a_note(run):
