@@ -17,18 +17,6 @@
 #include "common/dependent.cuh"
 #include "common/tiles.cuh"
 
-#if !MEMRA_CUDA
-#define __maxnreg__(...)
-#endif
-// Some kernels are held to a number of registers, so that blocks of their successor find room beside theirs: of
-// the 512 per lane that a quarter of a multiprocessor has, gate_up_rows takes 2 x 120 for a block of five
-// warps, and add_product behind it 3 x 88 for one of twelve. Newer GPUs need a few more.
-#if MEMRA_CUDA && __CUDA_ARCH__ >= 1000
-constexpr int MORE_REGISTERS = 8;
-#else
-constexpr int MORE_REGISTERS = 0;
-#endif
-
 // Where the columns of a matrix are cut: a function of its shape alone.
 struct Cut {
     int n_blocks;      // of 32 columns
@@ -51,70 +39,24 @@ __device__ __forceinline__ float with_neighbours(float sum) {
     return sum;
 }
 
-// The 32 weights of one output in one block of columns, on their way and decoded.
-template <class Tile, bool NORM>
-struct Weights {
-    const uint8_t* w;  // of the tile with the output
-    int row;           // in it, of output 0
-    Tile stored;
-    float decoded[TILE_COLS];
-
-    __device__ __forceinline__ Weights(const uint8_t* matrix, int first, int n_blocks)
-        : w(matrix + size_t(first / TILE_ROWS) * n_blocks * Tile::BYTES), row(first % TILE_ROWS) {}
-    __device__ __forceinline__ void fetch(int block, int out) {
-        stored.fetch(w + size_t(block) * Tile::BYTES, row + out);
-    }
-    __device__ __forceinline__ void decode(const float* gain, int block) {
-        if constexpr (NORM) {  // the gain is under way while decoding
-            const Activations by(gain + size_t(block) * TILE_COLS);
-            stored.decode(decoded);
-#pragma unroll
-            for (int j = 0; j < TILE_COLS; j++) decoded[j] = decoded[j] * by.v[j];
-        } else {
-            stored.decode(decoded);
-        }
-    }
-};
-
-// Of a product whose threads have one output each.
-struct NoWeights {
-    static constexpr int BYTES = 0;
-};
-template <bool NORM>
-struct Weights<NoWeights, NORM> {
-    __device__ __forceinline__ Weights(const uint8_t*, int, int) {}
-    __device__ __forceinline__ void fetch(int, int) {}
-    __device__ __forceinline__ void decode(const float*, int) {}
-};
-
-// Where the outputs of a block begin: in which matrix, at which of its outputs, a multiple of OUTS.
-struct Begin {
-    const uint8_t* w;  // tiles
-    int first;
-};
-
-// Some outputs of one matrix, multiplied by a few rows; or of two, whose threads have an output of each, so that
-// they read activations once for both.
+// Some outputs of one matrix, multiplied by a few rows.
 // NORM: of a norm whose gain is part of the weights: once per weight, not once per row.
-// PITCH: of the outputs that lie side by side in shared memory.
-template <int OUTS, int ACROSS, bool NORM, class Tile, class Other = NoWeights, int PITCH = OUTS>
+template <int OUTS, int ACROSS, bool NORM, class Tile>
 class Product {
   public:
+    // w: tiles; the block's outputs begin at `first`, a multiple of OUTS.
     // gain: f32 [32 * n_blocks] of the norm
     // thread of n_threads: a multiple of 32, as are the threads of the block before
-    __device__ __forceinline__ Product(Begin begin, Begin other, Cut cut, const float* __restrict__ gain,
-                                       int thread, int n_threads)
-        : one_(begin.w, begin.first, cut.n_blocks),
-          other_(other.w, other.first, cut.n_blocks),
+    __device__ __forceinline__ Product(const uint8_t* __restrict__ w, int first, Cut cut,
+                                       const float* __restrict__ gain, int thread, int n_threads)
+        : w_(w + size_t(first / TILE_ROWS) * cut.n_blocks * Tile::BYTES),
+          row_(first % TILE_ROWS),
           cut_(cut),
           gain_(gain),
           unit_(thread),
           n_threads_(n_threads) {
         if (unit_ < n_units(cut)) fetch(0);
     }
-    __device__ __forceinline__ Product(Begin begin, Cut cut, const float* __restrict__ gain, int thread,
-                                       int n_threads)
-        : Product(begin, Begin{nullptr, 0}, cut, gain, thread, n_threads) {}
 
     // All units, with those without a slice that fill up the last warps.
     __device__ __forceinline__ static unsigned n_units(Cut cut) {
@@ -124,10 +66,10 @@ class Product {
     // Leaves the sums of the slices for Sums, and needs a barrier before that. Waits for the
     // predecessor by itself, and calls `early` once, right after that.
     //   x        f32 [n_rows, 32 * n_blocks]
-    //   parts    f32 [n_rows, n_slices, PITCH]; others: those of the other matrix
+    //   parts    f32 [n_rows, n_slices, OUTS]
     //   squares  f32 [n_rows, n_slices] or null: sums of the squares of x
     template <class Early>
-    __device__ __forceinline__ void run(const float* x, int n_rows, float* parts, float* NULLABLE others,
+    __device__ __forceinline__ void run(const float* x, int n_rows, float* parts,
                                         float* NULLABLE squares, const Early& early) {
         bool works = unit_ < n_units(cut_);
         if (works) decode(0);
@@ -140,7 +82,7 @@ class Product {
         int i = 0;  // block of the slice
 #pragma unroll 1
         while (works) {
-            const int at = slice() * PITCH + out(), square_at = slice();
+            const int at = slice() * OUTS + out(), square_at = slice();
             const bool has_slice = slice() < cut_.n_slices;
             const bool counts = has_slice && slice() * cut_.slice_blocks + i < cut_.n_blocks;
             const bool begins = i == 0, ends = i + 1 == cut_.slice_blocks;
@@ -161,9 +103,7 @@ class Product {
 #pragma unroll 1
             for (int r = 0; r < n_rows; r++) {
                 if (!LONE || r > 0) v = Activations(block_x + size_t(r) * (cut_.n_blocks * TILE_COLS));
-                const int here = r * (cut_.n_slices * PITCH) + at;
-                add(dot32(one_.decoded, v), parts + here, has_slice);
-                if constexpr (PAIRED) add(dot32(other_.decoded, v), others + here, has_slice);
+                add(dot32(weights_, v), parts + r * (cut_.n_slices * OUTS) + at, has_slice);
                 if (squared) add(dot32(v.v, v), squares + r * cut_.n_slices + square_at, has_square);
             }
             if (works) {
@@ -177,12 +117,11 @@ class Product {
 
   private:
     static constexpr int NEAR = 32 / ACROSS;  // outputs of a warp
-    static constexpr bool PAIRED = Other::BYTES > 0;
     // Slices are short, mostly one block, and activations far away; or they are long and the activations near
     // (weights in f32 leave no registers to hold them early).
-    static constexpr bool LONE = ACROSS > 1 && Tile::BYTES <= 2048 && Other::BYTES <= 2048;
+    static constexpr bool LONE = ACROSS > 1 && Tile::BYTES <= 2048;
     // Wide weights would not fit into the registers beside those that are multiplied.
-    static constexpr bool AHEAD = !LONE && Tile::BYTES <= 1280 && !PAIRED;
+    static constexpr bool AHEAD = !LONE && Tile::BYTES <= 1280;
 
     __device__ __forceinline__ int slice() const {
         return unit_ / (ACROSS * OUTS) * ACROSS + unit_ / NEAR % ACROSS;
@@ -195,19 +134,26 @@ class Product {
         return min(slice() * cut_.slice_blocks + i, cut_.n_blocks - 1);
     }
     __device__ __forceinline__ void fetch(int i) {
-        one_.fetch(block(i), out());
-        other_.fetch(block(i), out());
+        stored_.fetch(w_ + size_t(block(i)) * Tile::BYTES, row_ + out());
     }
     __device__ __forceinline__ void decode(int i) {
-        one_.decode(gain_, block(i));
-        other_.decode(gain_, block(i));
+        if constexpr (NORM) {  // the gain is under way while decoding
+            const Activations gain(gain_ + size_t(block(i)) * TILE_COLS);
+            stored_.decode(weights_);
+#pragma unroll
+            for (int j = 0; j < TILE_COLS; j++) weights_[j] = weights_[j] * gain.v[j];
+        } else {
+            stored_.decode(weights_);
+        }
     }
 
-    Weights<Tile, NORM> one_;
-    Weights<Other, NORM> other_;
+    const uint8_t* w_;
+    int row_;
     Cut cut_;
     const float* gain_;
     unsigned unit_, n_threads_;
+    Tile stored_;
+    float weights_[TILE_COLS];
 };
 
 // Of n terms, RUNNING sums of every RUNNING-th, added in a tree.

@@ -3,9 +3,26 @@
 
 constexpr int OUTS = 8;
 constexpr int ACROSS = 4;
-// Whether a thread has an output of both products, so that it reads activations once for both; on the host one
-// product follows the other.
-constexpr bool PAIRED = MEMRA_CUDA;
+// Whether each product has half the threads, so that a thread holds the weights of one and all blocks find
+// room at once; on the host one product follows the other.
+constexpr bool HALVES = MEMRA_CUDA;
+
+template <class A, class B>
+struct SameTile {
+    static constexpr bool VALUE = false;
+};
+template <class A>
+struct SameTile<A, A> {
+    static constexpr bool VALUE = true;
+};
+
+template <class Tile>
+__device__ __forceinline__ void multiply(const uint8_t* __restrict__ w, int first_out, Cut cut,
+                                         const float* __restrict__ gain, int thread, int n_threads,
+                                         const float* x, int rows, float* parts, float* squares) {
+    Product<OUTS, ACROSS, true, Tile> product(w, first_out, cut, gain, thread, n_threads);
+    product.run(x, rows, parts, squares, [] {});
+}
 
 // grid (ceil(n_ff / 8), ceil(n_rows / group)); shared f32 [2, group, n_slices, 8], [group, n_slices].
 //   w_gate, w_up  tiles of [n_ff, 32 * n_blocks], each in its own format
@@ -13,7 +30,7 @@ constexpr bool PAIRED = MEMRA_CUDA;
 //   gain          f32 [32 * n_blocks] of the norm
 //   out           f32 [n_rows, n_ff]
 template <class Gate, class Up>
-__global__ void __maxnreg__(Gate::BYTES > 2048 || Up::BYTES > 2048 ? 128 : 120 + MORE_REGISTERS)
+__global__ void __launch_bounds__(320, 2)
     gate_up_rows(const uint8_t* __restrict__ w_gate, const uint8_t* __restrict__ w_up,
                  const float* h, const float* __restrict__ gain, float* out, int32_t n_rows,
                  int32_t group, int32_t n_ff, int32_t n_blocks, int32_t slice_blocks,
@@ -28,15 +45,17 @@ __global__ void __maxnreg__(Gate::BYTES > 2048 || Up::BYTES > 2048 ? 128 : 120 +
     float* squares = parts + 2 * n_parts;
     admit_successor();
 
-    if constexpr (PAIRED) {
-        Product<OUTS, ACROSS, true, Gate, Up> product({w_gate, first_out}, {w_up, first_out}, cut, gain,
-                                                      threadIdx.x, blockDim.x);
-        product.run(x, rows, parts, parts + n_parts, squares, [] {});
+    const int n_threads = HALVES ? blockDim.x / 2 : blockDim.x;
+    const bool second = int(threadIdx.x) >= n_threads;
+    const int thread = second ? threadIdx.x - n_threads : threadIdx.x;
+    if constexpr (HALVES && SameTile<Gate, Up>::VALUE) {  // one body for both
+        multiply<Gate>(second ? w_up : w_gate, first_out, cut, gain, thread, n_threads, x, rows,
+                       second ? parts + n_parts : parts, second ? nullptr : squares);
     } else {
-        Product<OUTS, ACROSS, true, Gate> gate({w_gate, first_out}, cut, gain, threadIdx.x, blockDim.x);
-        gate.run(x, rows, parts, nullptr, squares, [] {});
-        Product<OUTS, ACROSS, true, Up> up({w_up, first_out}, cut, gain, threadIdx.x, blockDim.x);
-        up.run(x, rows, parts + n_parts, nullptr, nullptr, [] {});
+        if (!second)
+            multiply<Gate>(w_gate, first_out, cut, gain, thread, n_threads, x, rows, parts, squares);
+        if (second || !HALVES)
+            multiply<Up>(w_up, first_out, cut, gain, thread, n_threads, x, rows, parts + n_parts, nullptr);
     }
     __syncthreads();
     typedef Sums<OUTS, ACROSS, 4, 2> Adders;

@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(64, 12)
     const int n_outs = min(OUTS, n_vocab - first_out);
     const Cut cut = {n_blocks, slice_blocks, n_slices};
     admit_successor();
-    Product<OUTS, 1, false, Tile> product({w, first_out}, cut, nullptr, threadIdx.x, blockDim.x);
+    Product<OUTS, 1, false, Tile> product(w, first_out, cut, nullptr, threadIdx.x, blockDim.x);
     // A block reads each activation many times: its gain is applied once, in shared memory.
     const int width = n_blocks * TILE_COLS;
     const float* x = h + size_t(first_row) * width;
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(64, 12)
         squares[i] = dot32(v.v, v);
     }
     __syncthreads();
-    product.run(gained, rows, parts, nullptr, nullptr, [] {});
+    product.run(gained, rows, parts, nullptr, [] {});
     __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows * OUTS; i += blockDim.x) {

@@ -10,7 +10,7 @@ constexpr int ACROSS = 4;
 //   h  f32 [n_rows, n_out], updated in place
 // group rows are taken at a time.
 template <class Tile>
-__global__ void __maxnreg__(88 + MORE_REGISTERS)
+__global__ void __launch_bounds__(512, 1)
     add_product(const uint8_t* __restrict__ w, const float* x, float* h, int32_t n_rows,
                 int32_t group, int32_t n_out, int32_t n_blocks, int32_t slice_blocks, int32_t n_slices) {
     DYN_SMEM(float, parts);
@@ -19,7 +19,7 @@ __global__ void __maxnreg__(88 + MORE_REGISTERS)
     const int rows = min(group, n_rows - first_row);
     const Cut cut = {n_blocks, slice_blocks, n_slices};
     admit_successor();
-    Product<OUTS, ACROSS, false, Tile> product({w, first_out}, cut, nullptr, threadIdx.x, blockDim.x);
+    Product<OUTS, ACROSS, false, Tile> product(w, first_out, cut, nullptr, threadIdx.x, blockDim.x);
 
     typedef Sums<OUTS, ACROSS, 4, 4> Adders;
     const unsigned outputs = rows * OUTS;
@@ -33,7 +33,7 @@ __global__ void __maxnreg__(88 + MORE_REGISTERS)
         if (to != nullptr) before = *to;
     };
     // What is added to is asked for early.
-    product.run(x + size_t(first_row) * n_blocks * TILE_COLS, rows, parts, nullptr, nullptr,
+    product.run(x + size_t(first_row) * n_blocks * TILE_COLS, rows, parts, nullptr,
                 [&] { take(threadIdx.x); });
     __syncthreads();
 #pragma unroll 1

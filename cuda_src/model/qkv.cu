@@ -1,12 +1,11 @@
 // The beginning of a Llama block in one launch: norm, the products of q, k and v, rotation, and the
 // quantised rows of k and v behind the length of their planes.
-#include "common/block32_fresh.cuh"
+#include "common/block32.cuh"
 #include "common/product.cuh"
 
 constexpr int OUTS = 32;  // one block of a cache row
 constexpr int ACROSS = 2;
 constexpr int PAIRS = OUTS / 2;
-constexpr int APART = OUTS / 2;  // of the two outputs of a thread
 
 struct Turn {
     float cosine, sine;
@@ -37,7 +36,7 @@ __device__ __forceinline__ void store_block(const float* x, Side side, int64_t p
 // A rotation pair is two neighbouring columns, the pairing of Llama weights as GGUF stores them. Past
 // the table the rotated values are NaN: nothing is read out of bounds, nothing looks right.
 template <class Tile, int KF, int VF>
-__global__ void __launch_bounds__(288)
+__global__ void __launch_bounds__(576)
     qkv_rows(const uint8_t* __restrict__ w, const float* h, const float* __restrict__ gain,
              const float* __restrict__ angles, const int32_t* pos_d, float* q, uint8_t* k_plane,
              uint8_t* v_plane, const int32_t* len_d, const int32_t* NULLABLE base_d,
@@ -59,9 +58,8 @@ __global__ void __launch_bounds__(288)
     int position = 0;
     int slot = 0;  // physical row of row 0 of the group
     const auto early = [&] {
-        position = int(load_fresh_u32(pos_d)) + first_row;
-        slot = int(load_fresh_u32(len_d)) + first_row;
-        if (base_d != nullptr) slot -= int(load_fresh_u32(base_d));
+        position = pos_d[0] + first_row;
+        slot = len_d[0] + first_row - (base_d == nullptr ? 0 : base_d[0]);
     };
     const auto turn_of = [&](int r, int pair) {
         if (!rotated(pair)) return Turn{1.0f, 0.0f};
@@ -70,6 +68,8 @@ __global__ void __launch_bounds__(288)
         return Turn{turn[0], turn[1]};
     };
 
+    Product<OUTS, ACROSS, true, Tile> product(w, blockIdx.x * OUTS, cut, gain, threadIdx.x, blockDim.x);
+    product.run(x, rows, parts, squares, early);
     typedef Sums<OUTS, ACROSS, 2, 5> Adders;
     const Adders adders = {cut};
     const unsigned pairs = rows * PAIRS;
@@ -77,14 +77,8 @@ __global__ void __launch_bounds__(288)
         const unsigned at = Adders::sum_at(number);
         return at < pairs ? turn_of(at / PAIRS, 2 * (at % PAIRS)) : Turn{1.0f, 0.0f};
     };
-    const Begin one = {w, int(blockIdx.x) * OUTS}, other = {w, one.first + APART};
-    Product<APART, ACROSS, true, Tile, Tile, OUTS> product(one, other, cut, gain, threadIdx.x, blockDim.x);
-    // The position is read before the wait too, for the sake of its angles.
-    position = int(load_fresh_u32(pos_d)) + first_row;
-    const int foreseen = position;
+    // Its position has come with the activations; asked for any earlier, a turn would be waited for.
     Turn turn = turn_at(threadIdx.x);
-    product.run(x, rows, parts, parts + APART, squares, early);
-    if (position != foreseen) turn = turn_at(threadIdx.x);
     __syncthreads();
 
     // A row is one warp's on a GPU, which also stores its block of k or v.

@@ -563,9 +563,8 @@ def shared_bytes(head_dim: int, head_dim_v: int, queries: int) -> int:
     tile = 128 if widest <= 64 else 64 if widest <= 128 else 32 if widest <= 256 else 16
     fits = min(_THREADS // 2 // (head_dim_v // 4), tile // 4)
     splits = next(s for s in (8, 4, 2, 1) if fits >= s)
-    keys, sums = tile * (widest + 4), splits * queries * head_dim_v
-    tile_floats = max(keys, sums) if queries > 4 else keys + sums
-    scores = head_dim // 32 * queries * tile
+    tile_floats = max(tile * (widest + 4), splits * queries * head_dim_v)
+    scores = min(8, _THREADS // tile) * queries * tile
     return 4 * (tile_floats + queries * head_dim + scores + queries)
 
 

@@ -14,9 +14,7 @@ A pass over a block is four launches beside its attention::
 ``logits_rows`` (norm, logits, the best of each tile) and ``pick_rows`` end it. All take
 ``programmatic``: start while the predecessor still runs, on GPUs that can. It needs a kernel of the
 same stream as the predecessor, and one that ends only after everything before it, as every kernel
-launched the ordinary way and every kernel here does. Attention then reads rows of keys and
-values that lie below the length before its predecessor has ended: no kernel since the last one
-launched the ordinary way may write them.
+launched the ordinary way and every kernel here does.
 """
 
 from __future__ import annotations
@@ -472,11 +470,11 @@ class _Cut:
         self.share = 1.0 / matrix.n_in  # of a column in a mean
         self.slice_blocks = slice_blocks(matrix.n_in, _SLICES[kernel])
         n_slices = self.n_slices = -(-self.n_blocks // self.slice_blocks)
-        # outputs, those of a thread in each matrix, slices of a warp, shared floats per row
-        outs, each, across, floats = {
-            "add_product": (_FEW, 1, 4, n_slices * _FEW),
-            "gate_up_rows": (_FEW, 1, 4, n_slices * (2 * _FEW + 1)),
-            "qkv_rows": (_TILE, 2, 2, _TILE + n_slices * (_TILE + 1)),
+        # outputs, slices of a warp, products, shared floats per row
+        outs, across, products, floats = {
+            "add_product": (_FEW, 4, 1, n_slices * _FEW),
+            "gate_up_rows": (_FEW, 4, 2, n_slices * (2 * _FEW + 1)),
+            "qkv_rows": (_TILE, 2, 1, _TILE + n_slices * (_TILE + 1)),
             "logits_rows": (
                 _TILE, 1, 1, matrix.n_in + _TILE + n_slices * _TILE + self.n_blocks
             ),
@@ -484,8 +482,8 @@ class _Cut:
         self.group = max(1, min(n_rows, _SHARED_BYTES // (4 * floats)))
         # A unit per thread where threads run side by side, and whole warps; on the host each thread
         # costs its barriers.
-        units = -(-n_slices // across) * across * outs // each
-        threads = units if device.kind == "cuda" else 32
+        units = -(-n_slices // across) * across * outs
+        threads = products * units if device.kind == "cuda" else 32
         self.config = LaunchConfig(
             (-(-matrix.n_out // outs), -(-n_rows // self.group), 1),
             (threads, 1, 1),

@@ -65,28 +65,6 @@ def test_attention_is_clean(d, queries, n, group, order):
     assert np.array_equal(joined, apart)
 
 
-@pytest.mark.parametrize(
-    ("d", "queries", "n", "group", "length", "window"),
-    [
-        (64, 4, 1, 3, 64, 0), (64, 4, 2, 2, 300, 70), (64, 16, 5, 3, 127, 0), (96, 4, 1, 4, 150, 0),
-        (128, 16, 5, 3, 150, 70), (256, 4, 1, 4, 90, 0), (512, 8, 2, 4, 40, 0),
-    ],
-)  # fmt: skip
-def test_both_bodies_of_the_scores_agree(d, queries, n, group, length, window):
-    """Lanes that ask each other, run here, even where the length read before the wait is wrong."""
-    results = []
-    for defines in (
-        {}, {"ATTEND_LANES": "1"}, {"ATTEND_LANES": "1", "ATTEND_ASTRAY": "7"},
-        {"ATTEND_LANES": "1", "ATTEND_ASTRAY": "-2"},
-    ):  # fmt: skip
-        results.append(
-            run_partial(
-                "kv/attend.cu", d, queries, n, group, length, window, check=True, defines=defines
-            )[0].view(np.uint32)
-        )
-    assert all(np.array_equal(results[0], other) for other in results[1:])
-
-
 def run_append(fmt, x, source="kv/append.cu", order="random", few=False, **how):
     """Append n rows behind the first of a plane; returns the rows, of K and V.
 

@@ -245,8 +245,7 @@ def _refused_names(error: CompileError, names: Sequence[str]) -> list[str]:
 _COMMENT = re.compile(r'//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\\n])*")', re.S)
 _DIRECTIVE = re.compile(r"^[ \t]*#(?:[^\n\\]|\\.|\\\n)*", re.M)
 _KERNEL = re.compile(
-    r"(?P<qualifier>\bKERNEL\b|\b__global__\b)"
-    r"(?P<between>(?:\s|\bvoid\b|\b(?:__launch_bounds__|__maxnreg__)\s*"
+    r"(?P<qualifier>\bKERNEL\b|\b__global__\b)(?P<between>(?:\s|\bvoid\b|\b__launch_bounds__\s*"
     r"\([^()]*(?:\([^()]*\)[^()]*)*\))*)\b(?P<name>\w+)\s*\("
 )
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.M)
