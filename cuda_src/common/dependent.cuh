@@ -1,6 +1,7 @@
 // Programmatic dependent launch: a kernel that is launched so starts while its predecessor still
 // runs. Between its start and await_predecessor it may read what no kernel of the chain writes
-// (weights, tables); everything else, and every write, comes after. All threads of a kernel call
+// (weights, tables), and what was written before its predecessor ran, if that one has waited before it
+// admits a successor; everything else, and every write, comes after. All threads of a kernel call
 // both: then the predecessor's end means the end of everything before it, too.
 //
 // Launched the ordinary way, on an older GPU, or on the host device, both do nothing.

@@ -153,7 +153,6 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
     constexpr int pitch_k = k_pitch(slice_k), pitch_v = v_pitch(slice_v);
     constexpr int stage_bytes = STEP * (pitch_k + pitch_v);
     DYN_SMEM(uint8_t, shared);
-    admit_successor();
     // Told to be the same for the lanes of a warp, it makes addresses cheap.
     const int warp = __shfl_sync(FULL_MASK, int(threadIdx.x) / WARP_LANES, 0);
     const int lane = kept(threadIdx.x % WARP_LANES);
@@ -177,6 +176,7 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
     }
     __syncthreads();
     await_predecessor();
+    admit_successor();  // which reads counters before it waits
     // Queries [first_query, first_query + n_queries) of the rows from first_row on.
     const int n_heads = n_kv_heads * group, queries = teams_per_head * Q;
     int first_row = 0, first_query = blockIdx.z * queries, all_queries = n_rows * group;
@@ -362,7 +362,6 @@ __global__ void __launch_bounds__(256)
     __shared__ float pivots[WARPS], weights[WARPS];
     float(*const sums)[4 * QUADS] = reinterpret_cast<float(*)[4 * QUADS]>(rows);
     admit_successor();
-    await_predecessor();
     const int thread = threadIdx.x, quad = thread % QUADS, split = thread / QUADS;
     const int head = blockIdx.x, row = blockIdx.y, n_heads = gridDim.x;
     // A row of a table is its own first row.
@@ -377,6 +376,8 @@ __global__ void __launch_bounds__(256)
     const float* marks = partials.marks + column * 2;
     const float* values = partials.sums + column * D + blockIdx.z * 32 + quad * 4;
 
+    // The kernel before has let this one start when whatever writes counters had ended.
+    await_predecessor();
     JoinedChunks own;
     own.add<D>(marks, values, split, last, SPLITS);
     // The four splits of a warp, then the eight warps.
