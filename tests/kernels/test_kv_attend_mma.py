@@ -326,8 +326,11 @@ def test_the_choice_says_what_and_why(device):
     assert free.kernel == ("simt" if device.kind == "host" else "mma") and free.reason
     assert choose(Q8_0, Q5_1, 128, n_kv_heads=8, kernel="mma").kernel == "mma"
     assert choose(Q8_0, Q5_1, 128, n_kv_heads=8, kernel="simt").kernel == "simt"
+    other = choose(Q8_0, Q4_0, 128, n_kv_heads=8)
+    assert other.kernel == ("simt" if device.kind == "host" else "f16")
+    with pytest.raises(errors.FormatUnsupported, match="q4_0"):
+        choose(Q8_0, Q4_0, 128, n_kv_heads=8, kernel="mma")
     for args, heads, why in (
-        ((Q8_0, Q4_0, 128), 8, "q4_0"),
         ((Q8_0, Q5_1, 96), 8, "head_dim 96"),
         ((Q8_0, Q5_1, 128, 64), 8, "head_dim 128/64"),
         ((Q8_0, Q5_1, 64), 3, "3 kv heads"),
