@@ -1,14 +1,15 @@
 // One step of attention on tensor cores in f16: 32 keys, in class `exact`.
 //
 // A warp serves SETS sets of 8 queries of one kv head. K and V are multiplied as they are stored (e4m3 as
-// f16, which holds it; formats with scales: common/attend_packed.cuh), q and p in parts that hold them:
+// f16, which holds it; formats with scales, and q beside them: common/attend_packed.cuh), q and p in parts that
+// hold them:
 //
 //   bf16        three parts of 8 bits, which are all of an f32.
 //   the others  two parts of 11 bits, the second 2^11 times as large where it has sums of its own, so that it
 //               is in the range of f16 where the first is. q is lifted by a power of two a query.
 //
-// Tensor cores cut off low bits when they add: their sums go over 128 channels of a score (32 of q8_0), or
-// the 32 keys of a step, and from there on in f32.
+// Tensor cores cut off low bits when they add: their sums go over 128 channels of a score, or the 32 keys of a
+// step, and from there on in f32.
 //
 // p is held against a power of two, the query's reference. A masked key weighs exactly 0. No lane's
 // sum depends on another query.
@@ -16,8 +17,10 @@
 #include "common/attend_packed.cuh"
 
 // Of D / 16 fragments of a set of queries so many lie in shared memory, where registers would not do.
-template <int D, int SETS>
-__host__ __device__ constexpr int shared_fragments() { return D * SETS > 128 ? D / 64 : 0; }
+template <int KF, int D, int SETS>
+__host__ __device__ constexpr int shared_fragments() {
+    return !is_packed<KF>() && D * SETS > 128 ? D / 64 : 0;
+}
 
 // What this lane holds of a set of queries: of fragment i of 16 channels the words of the query of its
 // lane group, [first part 0, second part 0, first part 1, second part 1], then third parts of 0 and 1.
@@ -35,9 +38,8 @@ struct QuerySet {
         float most = 0.0f;
 #pragma unroll
         for (int i = 0; i < D / 16; i++) {
-            if constexpr (F == E4M3 || is_packed<F>()) {
-                const int first = is_packed<F>() ? 32 * (i / 2) + 8 * t + 4 * (i % 2) : 16 * i + 4 * t;
-                const float4 four = *reinterpret_cast<const float4*>(q + first);
+            if constexpr (F == E4M3) {
+                const float4 four = *reinterpret_cast<const float4*>(q + 16 * i + 4 * t);
                 x[i][0] = four.x, x[i][1] = four.y, x[i][2] = four.z, x[i][3] = four.w;
             } else {
                 const float2 low = *reinterpret_cast<const float2*>(q + 16 * i + 2 * t);
@@ -73,6 +75,16 @@ struct QuerySet {
     }
 };
 
+template <int KF, int D, int SETS>
+struct QueriesOf {
+    static_assert(KF != BF16 || shared_fragments<KF, D, SETS>() == 0, "three parts are too many");
+    typedef QuerySet<KF, D, shared_fragments<KF, D, SETS>()> Set;
+};
+template <int D, int SETS>
+struct QueriesOf<Q8_0, D, SETS> {
+    typedef DigitSet<D> Set;
+};
+
 template <int F, int D>
 __host__ __device__ constexpr int fragments_of_values() {
     if constexpr (is_packed<F>()) return Pieces<F, D>::TILES + Pieces<F, D>::MINIMA;
@@ -83,9 +95,8 @@ __host__ __device__ constexpr int fragments_of_values() {
 // the queries of its columns, [fragment of V][column].
 template <int KF, int VF, int D, int SETS>
 struct WarpState {
-    static_assert(KF != BF16 || shared_fragments<D, SETS>() == 0, "three parts are too many");
     static constexpr int TILES = fragments_of_values<VF, D>();
-    QuerySet<KF, D, shared_fragments<D, SETS>()> q[SETS];
+    typename QueriesOf<KF, D, SETS>::Set q[SETS];
     float reference[SETS], weight[SETS];
     float sums[SETS][TILES][4];
 };
@@ -95,6 +106,9 @@ __device__ __forceinline__ void begin_chunk(WarpState<KF, VF, D, SETS>& state) {
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
         state.reference[s] = NO_REFERENCE, state.weight[s] = 0.0f;
+        // Makes it a branch: else each step chooses, at an instruction a sum.
+        if constexpr (halves_of<KF, VF>() == 2)
+            state.reference[s] = __int_as_float(kept(__float_as_int(state.reference[s])));
 #pragma unroll
         for (int i = 0; i < 4 * state.TILES; i++) state.sums[s][i / 4][i % 4] = 0.0f;
     }
@@ -105,7 +119,7 @@ template <int KF, int VF, int D, int SETS>
 __device__ __forceinline__ void query_fragment(const WarpState<KF, VF, D, SETS>& state, int s, int at,
                                                const uint4 (*shared)[WARP_LANES], int lane,
                                                uint32_t* words) {
-    constexpr int N_SHARED = shared_fragments<D, SETS>(), HELD = D / 16 - N_SHARED;
+    constexpr int N_SHARED = shared_fragments<KF, D, SETS>(), HELD = D / 16 - N_SHARED;
     if (at < HELD) {
 #pragma unroll
         for (int e = 0; e < query_words<KF>(); e++) words[e] = state.q[s].words[at < HELD ? at : 0][e];
@@ -277,60 +291,28 @@ __device__ __forceinline__ bool add_values(WarpState<KF, VF, D, SETS>& state, co
     return wild != 0u;
 }
 
-// Where a lane reads in the rows of its warp's keys.
-struct Reader {
-    int k, v;         // in bytes, from the head
-    uint64_t blocks;  // of the pieces of packed values, 3 bits each
-};
-// PITCH_K, PITCH_V: bytes from row to row; head: of the block's.
-template <int KF, int VF, int D, int PITCH_K, int PITCH_V>
-__device__ __forceinline__ Reader reader_of(int lane, int head) {
-    Reader reader = {lane_offset(lane, PITCH_K), lane_offset(lane, PITCH_V), 0};
-    if constexpr (is_packed<KF>()) reader.k = lane / 4 * PITCH_K + 8 * (lane % 4);
-    if constexpr (is_packed<VF>()) {
-        using Own = Pieces<VF, D>;
-        reader.v = -2 * Own::shift(head);
-        if constexpr (VF != Q5_1) {
-#pragma unroll
-            for (int p = 0; p < Own::N; p++)
-                reader.blocks |= uint64_t(Own::block(p, lane / 4, Own::shift(head))) << 3 * p;
-        }
-    }
-    return reader;
-}
-
-// The keys from `key` on that a query sees, a bit each.
-__device__ __forceinline__ uint32_t seen_bits(int2 keys, int32_t key) {
-    const int32_t from = keys.x > key ? keys.x - key : 0, behind = keys.y - key;
-    if (from >= 32 || behind <= from) return 0u;
-    return (behind >= 32 ? 0xFFFFFFFFu : (1u << behind) - 1u) & ~((1u << from) - 1u);
-}
-
-// Adds a warp's keys of a step, from `key` on, to the sums. k, v: their rows, at the head; shared:
-// fragments of q; masked: some query does not see some key; seen as in spoil(). The lanes have met since the
-// step before, whose tables they read.
+// Adds a warp's keys of a step, from `key` on, to the sums. k, v: their rows, at the head; skew: bytes of v
+// behind a piece of 16; shared: fragments of q; masked: some query does not see some key; seen as in spoil().
+// The lanes have met since the step before, whose tables they read.
 template <int PITCH_K, int PITCH_V, int KF, int VF, int D, int SETS, class Seen>
 __device__ __forceinline__ void step(WarpState<KF, VF, D, SETS>& state, const uint8_t* k, const uint8_t* v,
-                                     const Reader& reader, int lane, const uint4 (*shared)[WARP_LANES],
-                                     StepTables<KF, VF, D>& tables, int32_t key, bool masked,
-                                     float softcap, Seen seen) {
+                                     int skew, int lane, const uint4 (*shared)[WARP_LANES],
+                                     StepTables<KF, VF, D>& tables, int32_t key, bool masked, float softcap,
+                                     Seen seen) {
     constexpr int OWN_TILES = TILES / halves_of<KF, VF>();
+    if constexpr (StepTables<KF, VF, D>::USED) lane = kept(lane);
     const int t = lane % 4;
     const int32_t own_key = key + 2 * t;
     float scores[SETS][OWN_TILES][2];
     uint32_t found = 0u;
     if constexpr (StepTables<KF, VF, D>::USED) {
-        found = fill_tables<KF, VF, D>(tables, k + lane % OWN * PITCH_K, v + lane % OWN * PITCH_V, lane,
-                                       masked);
+        found = fill_tables<KF, VF, D, PITCH_K, PITCH_V>(tables, k, v, lane, masked);
         __syncwarp();
     }
     if constexpr (is_packed<KF>()) {
-        const auto fragment = [&](int s, int at, uint32_t* words) {
-            query_fragment(state, s, at, shared, lane, words);
-        };
-        score_packed<D, SETS, PITCH_K, 0>(k + reader.k, tables.k[0] + 4 * t, fragment, scores);
+        score_packed<D, SETS, PITCH_K>(k, tables.k, lane, state.q, scores);
     } else {
-        score_keys<PITCH_K>(state, k, reader.k, lane, shared, scores);
+        score_keys<PITCH_K>(state, k, lane_offset(lane, PITCH_K), lane, shared, scores);
     }
     uint32_t p[SETS][weight_parts<VF>()][OWN_TILES / 2][2];
 #pragma unroll
@@ -385,17 +367,17 @@ __device__ __forceinline__ void step(WarpState<KF, VF, D, SETS>& state, const ui
         }
     }
     if constexpr (is_packed<VF>()) {
-        add_packed<KF, VF, D, SETS, PITCH_V>(state.sums, tables, v + reader.v, lane, reader.blocks, p);
+        add_packed<KF, VF, D, SETS, PITCH_V>(state.sums, tables, v - skew, skew / 2, lane, p);
         if (found & WILD_KEYS) {
             uint32_t keys[SETS];
 #pragma unroll
             for (int s = 0; s < SETS; s++) keys[s] = seen_bits(seen(s), key);
-            spoil_packed<KF, VF, D, SETS>(state.sums, tables, lane, reader.blocks, keys);
+            spoil_packed<KF, VF, D, SETS>(state.sums, tables, lane, skew / 2, keys);
         }
-    } else if (masked) {
-        const bool wild = add_values<true, PITCH_V>(state, v, reader.v, p);
-        if (__any_sync(FULL_MASK, wild)) spoil<PITCH_V>(state, v, reader.v, own_key, seen);
+    } else if (const int own_v = lane_offset(lane, PITCH_V); masked) {
+        const bool wild = add_values<true, PITCH_V>(state, v, own_v, p);
+        if (__any_sync(FULL_MASK, wild)) spoil<PITCH_V>(state, v, own_v, own_key, seen);
     } else {
-        add_values<false, PITCH_V>(state, v, reader.v, p);
+        add_values<false, PITCH_V>(state, v, own_v, p);
     }
 }

@@ -1,6 +1,7 @@
 // K and V in blocks of 32 elements (common/block32.cuh) as f16 fragments: K q8_0; V q8_0, q5_1, q4_0.
 //
-//   K  the codes, and times the block's scale in f32 what tensor cores find of its 32 channels;
+//   K  the codes as they are, against whole numbers of q; what tensor cores find of 32 channels is exact, and
+//      times the block's scale in f32;
 //   V  d * code in two f16 that hold it, the nearest and the rest. The minima of q5_1 are multiplied as they
 //      are stored: those of a block are a row of a fragment of their own.
 //
@@ -23,9 +24,17 @@ struct Pieces {
 
     static __device__ __forceinline__ int shift(int head) { return head * WORDS % 8; }
     // The block of word g of piece p; for what is not of the head the nearest.
-    static __device__ __forceinline__ int block(int p, int g, int shift) {
+    __host__ __device__ static constexpr int block(int p, int g, int shift) {
         const int word = 8 * p + g - shift;
         return (word < 0 ? 0 : word < WORDS ? word : WORDS - 1) / OF_BLOCK;
+    }
+    // The same, where there are two at most.
+    template <int P>
+    static __device__ __forceinline__ int block_of(int g, int shift) {
+        constexpr int FIRST = block(P, 0, EVEN < 8 ? 8 - EVEN : 0), LAST = block(P, 7, 0);
+        static_assert(LAST - FIRST <= 1, "a comparison tells two blocks apart");
+        if constexpr (FIRST == LAST) return FIRST;
+        else return g - shift >= LAST * OF_BLOCK - 8 * P ? LAST : FIRST;
     }
     // The channel of row g of a fragment, and before that of row g + 8; -1 if there is none.
     static __device__ __forceinline__ int channel(int tile, int g, int shift) {
@@ -75,13 +84,15 @@ enum Found : uint32_t { LIFTED_KEYS = 1, WILD_KEYS = 2 };
 __device__ __forceinline__ bool is_wild(uint32_t half) { return (half & 0x7C00u) == 0x7C00u; }
 
 // Fills the tables; a lane has the key lane % 16, and of its blocks the first or the last half. k, v: the
-// head in the rows of the lane's key. masked: what is not finite counts as 0, and is noted. Returns a set of
+// head in the rows of the first key. masked: what is not finite counts as 0, and is noted. Returns a set of
 // Found, the same for all lanes.
-template <int KF, int VF, int D>
+template <int KF, int VF, int D, int PITCH_K, int PITCH_V>
 __device__ __forceinline__ uint32_t fill_tables(StepTables<KF, VF, D>& tables, const uint8_t* k,
                                                 const uint8_t* v, int lane, bool masked) {
     constexpr int SHARE = D / 64;
+    lane = kept(lane);  // its derivatives are not worth registers from step to step
     const int key = lane % OWN, first = lane / OWN * SHARE;
+    k = k + key * PITCH_K, v = v + key * PITCH_V;
     const int place = key % 8 / 2 * 4 + key / 8 * 2 + key % 2;
     uint32_t found = 0u;
     uint16_t k_scales[SHARE];
@@ -150,50 +161,114 @@ __device__ __forceinline__ void codes_to_halves(uint32_t four, uint32_t& low, ui
     high = add_halves(__byte_perm(x, 0x64646464u, ACROSS ? 0x4341 : 0x4342), 0xE480E480u);
 }
 
-// Adds the blocks from B on to the raw scores of a warp's keys, [set][tile of 8 keys][i]. k: the row of key
-// g, from its codes 8t on; scales: of the lane's keys; q(set, fragment, words): gives a fragment.
-template <int D, int SETS, int PITCH, int B, class Query>
-__device__ __forceinline__ void score_packed(const uint8_t* k, const float* scales, const Query& q,
-                                             float (&scores)[SETS][2][2]) {
-    uint32_t keys[2][2][2];  // [tile][fragment]
+constexpr int DIGITS = 22;  // |q| <= 2^22
+
+// What this lane holds of a set of queries as whole numbers in three digits from -128 to 127: of the query of
+// its lane group, of each block, the channels 8t to 8t + 3 and 8t + 4 to 8t + 7.
+template <int D>
+struct DigitSet {
+    uint32_t high[D / 32][4];  // digit 2, digit 1 of the first four, then of the others
+    uint32_t low[D / 32][2];   // digit 0
+    float factor;              // of a raw score, above 0: the sign is with q; NaN if q is not finite
+
+    __device__ __forceinline__ void load(const float* q, int lane, float scale, float softcap) {
+        float4 x[D / 32][2];
+        float most = 0.0f, bad = 0.0f;
 #pragma unroll
-    for (int tile = 0; tile < 2; tile++) {
-        uint32_t codes[2];
-        load_codes<D, B>(k + tile * 8 * PITCH, codes);
+        for (int i = 0; i < D / 16; i++) {
+            const float4 v = x[i / 2][i % 2] =
+                *reinterpret_cast<const float4*>(q + 32 * (i / 2) + 8 * (lane % 4) + i % 2 * 4);
+            most = fmaxf(fmaxf(most, fmaxf(fabsf(v.x), fabsf(v.y))), fmaxf(fabsf(v.z), fabsf(v.w)));
+            bad = bad + 0.0f * (v.x + v.y + v.z + v.w);
+        }
 #pragma unroll
-        for (int i = 0; i < 2; i++)
-            codes_to_halves<false>(codes[i], keys[tile][i][0], keys[tile][i][1]);
+        for (int apart = 1; apart <= 2; apart *= 2) {
+            most = fmaxf(most, __shfl_xor_sync(FULL_MASK, most, apart));
+            bad = bad + __shfl_xor_sync(FULL_MASK, bad, apart);
+        }
+        int32_t above = int32_t(__float_as_uint(most) >> 23) - 126;  // |q| < 2^above
+        above = above < -90 ? -90 : above > 127 ? 127 : above;
+        const float lift = scale < 0.0f ? -power_of_two(DIGITS - above) : power_of_two(DIGITS - above);
+#pragma unroll
+        for (int i = 0; i < D / 16; i++) {
+            const float4 v = x[i / 2][i % 2];
+            uint32_t y[4] = {uint32_t(__float2int_rn(v.x * lift)), uint32_t(__float2int_rn(v.y * lift)),
+                             uint32_t(__float2int_rn(v.z * lift)), uint32_t(__float2int_rn(v.w * lift))};
+            // The sum carries into the next digit, the exclusion returns.
+#pragma unroll
+            for (int e = 0; e < 4; e++) y[e] = (y[e] + 0x00008080u) ^ 0x00008080u;
+            const uint32_t low01 = __byte_perm(y[0], y[1], 0x5140), low23 = __byte_perm(y[2], y[3], 0x5140);
+            const uint32_t top01 = __byte_perm(y[0], y[1], 0x0062), top23 = __byte_perm(y[2], y[3], 0x0062);
+            low[i / 2][i % 2] = __byte_perm(low01, low23, 0x5410);
+            high[i / 2][i % 2 * 2] = __byte_perm(top01, top23, 0x5410);
+            high[i / 2][i % 2 * 2 + 1] = __byte_perm(low01, low23, 0x7632);
+        }
+        const float natural = power_of_two(above - DIGITS + 16) * fabsf(scale);
+        factor = fmaxf(softcap > 0.0f ? natural : natural * LOG2_E, LEAST_FACTOR) + bad;
     }
-    const float4 four = *reinterpret_cast<const float4*>(scales + B * OWN);
-    const float d[2][2] = {{four.x, four.y}, {four.z, four.w}};
+};
+
+// The bits of a float from which on whole numbers count up, in 2^22 to either side.
+constexpr int32_t WHOLE_BITS = 0x4B400000;
+constexpr float WHOLE = 12582912.0f;
+
+// Adds the blocks from B on to the raw scores of two keys of a tile, [set][i]. k: the row of key g, from its
+// codes 8t on; scales: of both keys.
+template <int D, int SETS, int B>
+__device__ __forceinline__ void score_blocks(const uint8_t* k, const float* scales,
+                                             const DigitSet<D> (&q)[SETS], float (&scores)[SETS][2]) {
+    // The sums begin at floats, which makes them floats; a subtraction takes away where they began.
+    constexpr int32_t BEGIN[4] = {WHOLE_BITS, WHOLE_BITS, WHOLE_BITS, WHOLE_BITS};
+    constexpr float BEGUN = WHOLE + WHOLE / 256.0f + WHOLE / 65536.0f;
+    uint32_t codes[2];
+    load_codes<D, B>(k, codes);
+    const float2 two = *reinterpret_cast<const float2*>(scales + B * OWN);
+    // Digit 0 of two sets is a fragment, or that of two blocks, of whose rows one half is of use.
+    const uint32_t(&first)[2] = q[0].low[SETS == 2 ? B : B / 2 * 2];
+    const uint32_t(&other)[2] = SETS == 2 ? q[SETS - 1].low[B] : q[0].low[B / 2 * 2 + 1];
+    const uint32_t digit0[4] = {first[0], other[0], first[1], other[1]};
+    int32_t low[4], high[4];
+    mma_m16n8k32_s8(low, digit0, codes, BEGIN);
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
-        uint32_t words[2][4];
-        q(s, 2 * B, words[0]), q(s, 2 * B + 1, words[1]);
+        mma_m16n8k32_s8(high, q[s].high[B], codes, BEGIN);
 #pragma unroll
-        for (int tile = 0; tile < 2; tile++) {
-            float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-            for (int i = 0; i < 2; i++) mma_m16n8k16_f16(sum, words[i], keys[tile][i], sum);
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                float& score = scores[s][tile][i];
-                const float raw = fmaf(sum[2 + i], 1.0f / FINER, sum[i]);
-                score = B == 0 ? raw * d[tile][i] : fmaf(raw, d[tile][i], score);
-            }
+        for (int i = 0; i < 2; i++) {
+            float raw = __int_as_float(high[i]) - BEGUN;
+            raw = fmaf(__int_as_float(high[2 + i]), 1.0f / 256.0f, raw);
+            raw = fmaf(__int_as_float(low[(SETS == 2 ? s : B % 2) * 2 + i]), 1.0f / 65536.0f, raw);
+            const float d = i == 0 ? two.x : two.y;
+            scores[s][i] = B == 0 ? raw * d : fmaf(raw, d, scores[s][i]);
         }
     }
-    if constexpr (B + 1 < D / 32) score_packed<D, SETS, PITCH, B + 1>(k, scales, q, scores);
+    if constexpr (B + 1 < D / 32) score_blocks<D, SETS, B + 1>(k, scales, q, scores);
+}
+// Raw scores of a warp's keys, [set][tile of 8 keys][i]. k: the rows, at the head; scales: StepTables::k.
+template <int D, int SETS, int PITCH>
+__device__ __forceinline__ void score_packed(const uint8_t* k, const float (*scales)[OWN], int lane,
+                                             const DigitSet<D> (&q)[SETS], float (&scores)[SETS][2][2]) {
+    const uint8_t* row = k + lane / 4 * PITCH + 8 * (lane % 4);
+    const float* own = scales[0] + 4 * (lane % 4);
+#pragma unroll
+    for (int i = 0; i < 2 * SETS; i++) scores[i / 2][1][i % 2] = 0.0f;
+#pragma unroll 1
+    for (int tile = 0; tile < 2; tile++, row += 8 * PITCH, own += 2) {  // in turn: both want too many registers
+        float found[SETS][2];
+        score_blocks<D, SETS, 0>(row, own, q, found);
+#pragma unroll
+        for (int i = 0; i < 2 * SETS; i++)
+            scores[i / 2][0][i % 2] = scores[i / 2][1][i % 2], scores[i / 2][1][i % 2] = found[i / 2][i % 2];
+    }
 }
 
-// Words of a piece, of both tiles of 8 keys, and of the next piece.
+// Words of a piece, of both tiles of 8 keys, and of the next piece. The offset is across_offset().
 template <int PITCH>
 __device__ __forceinline__ void load_two(const uint8_t* rows, int lane, uint32_t (&words)[2][2]) {
-    load_across_x4(words[0], rows, across_offset(lane, PITCH, 8 * PITCH, 16), PITCH, 8 * PITCH, 16);
+    load_across_x4(words[0], rows, lane % 16 * PITCH + lane / 16 * 16, PITCH, 8 * PITCH, 16);
 }
 template <int PITCH>
 __device__ __forceinline__ void load_one(const uint8_t* rows, int lane, uint32_t (&words)[2]) {
-    load_across_x2(words, rows, across_offset(lane, PITCH, 8 * PITCH, 0), PITCH, 8 * PITCH);
+    load_across_x2(words, rows, lane % 16 * PITCH + lane / 16 * 16, PITCH, 8 * PITCH);
 }
 
 // The codes of a word as f16, of row g and of row g + 8 of a fragment; `half` of the nibbles of a byte.
@@ -265,14 +340,33 @@ __device__ __forceinline__ void add_words(Sums& sums, int tile, const uint32_t (
     }
 }
 
-// Adds the values of a warp's keys. v: the piece in which the head begins; blocks: of the pieces of the
-// lane's words, 3 bits each; p: [set][part][0][tile].
+// Adds the values of a warp's keys, of the pieces from P on. v: the piece in which the head begins, shift words
+// before it; p: [set][part][0][tile].
+template <int P, int KF, int VF, int D, int SETS, int PITCH, class Sums, class Parts>
+__device__ __forceinline__ void add_pieces(Sums& sums, const StepTables<KF, VF, D>& tables,
+                                           const uint8_t* v, int shift, int lane, const Parts& p) {
+    using Shape = Pieces<VF, D>;
+    constexpr int OF_PIECE = VF == Q8_0 ? 1 : 2;  // fragments
+    constexpr bool TWO = P + 1 < Shape::N;
+    uint32_t words[2][2];
+    if constexpr (TWO) load_two<PITCH>(v + 16 * P, lane, words);
+    else load_one<PITCH>(v + 16 * P, lane, words[0]);
+    const int g = lane / 4, t = lane % 4;
+    add_words<VF, SETS>(sums, P * OF_PIECE, words[0], tables.v[Shape::template block_of<P>(g, shift)] + 4 * t,
+                        nullptr, 0, p);
+    if constexpr (TWO)
+        add_words<VF, SETS>(sums, (P + 1) * OF_PIECE, words[1],
+                            tables.v[Shape::template block_of<P + 1>(g, shift)] + 4 * t, nullptr, 0, p);
+    if constexpr (P + 2 < Shape::N) add_pieces<P + 2, KF, VF, D, SETS, PITCH>(sums, tables, v, shift, lane, p);
+}
+
+// Adds the values of a warp's keys; as add_pieces().
 template <int KF, int VF, int D, int SETS, int PITCH, class Sums, class Parts>
 __device__ __forceinline__ void add_packed(Sums& sums, const StepTables<KF, VF, D>& tables,
-                                           const uint8_t* v, int lane, uint64_t blocks, const Parts& p) {
-    using Shape = Pieces<VF, D>;
-    const int g = lane / 4, t = lane % 4;
+                                           const uint8_t* v, int shift, int lane, const Parts& p) {
+    lane = kept(lane);  // as in fill_tables()
     if constexpr (VF == Q5_1) {
+        const int g = lane / 4, t = lane % 4;
         const uint2 two = *reinterpret_cast<const uint2*>(tables.minima[g % (D / 32)] + 4 * t);
         const uint32_t minima[4] = {two.x, 0u, two.y, 0u};
 #pragma unroll
@@ -299,35 +393,30 @@ __device__ __forceinline__ void add_packed(Sums& sums, const StepTables<KF, VF, 
             }
         }
     } else {
-#pragma unroll
-        for (int piece = 0; piece < Shape::N; piece += 2) {
-            uint32_t words[2][2];
-            if (piece + 1 < Shape::N) load_two<PITCH>(v + 16 * piece, lane, words);
-            else load_one<PITCH>(v + 16 * piece, lane, words[0]);
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                if (piece + i >= Shape::N) continue;
-                const int b = int(blocks >> 3 * (piece + i)) & 7;
-                add_words<VF, SETS>(sums, (piece + i) * (VF == Q8_0 ? 1 : 2), words[i],
-                                    tables.v[b] + 4 * t, nullptr, 0, p);
-            }
-        }
+add_pieces<0, KF, VF, D, SETS, PITCH>(sums, tables, v, shift, lane, p);
     }
 }
 
-// Makes NaN of the sums that see a scale or minimum which is not finite. keys: that the lane group's query
-// of each set sees of the step, a bit each.
+// Makes NaN of the sums that see a scale or minimum which is not finite. shift: of the head (Pieces); keys: that
+// the lane group's query of each set sees of the step, a bit each.
 template <int KF, int VF, int D, int SETS, class Sums>
 __device__ __forceinline__ void spoil_packed(Sums& sums, const StepTables<KF, VF, D>& tables, int lane,
-                                             uint64_t blocks, const uint32_t (&keys)[SETS]) {
+                                             int shift, const uint32_t (&keys)[SETS]) {
     for (int s = 0; s < SETS; s++)
         for (int i = 0; i < 2; i++) {
             const uint32_t seen = __shfl_sync(FULL_MASK, keys[s], lane % 4 * 8 + 4 * i);
 #pragma unroll
             for (int tile = 0; tile < Pieces<VF, D>::TILES; tile++) {
                 const int piece = VF == Q8_0 ? tile : tile / 2;
-                const int b = VF == Q5_1 ? piece : int(blocks >> 3 * piece) & 7;
+                const int b = VF == Q5_1 ? piece : Pieces<VF, D>::block(piece, lane / 4, shift);
                 if (tables.wild[b] & seen) sums[s][tile][i] = sums[s][tile][2 + i] = NAN_F32;
             }
         }
+}
+
+// The keys from `key` on that a query sees, a bit each.
+__device__ __forceinline__ uint32_t seen_bits(int2 keys, int32_t key) {
+    const int32_t from = keys.x > key ? keys.x - key : 0, behind = keys.y - key;
+    if (from >= 32 || behind <= from) return 0u;
+    return (behind >= 32 ? 0xFFFFFFFFu : (1u << behind) - 1u) & ~((1u << from) - 1u);
 }

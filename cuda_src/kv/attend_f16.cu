@@ -24,33 +24,37 @@ constexpr int COPY_BEST = COPY_BULK;
 constexpr int COPY_BEST = COPY_ASYNC;
 #endif
 
-// Warps of a block at most, by the registers they need.
-template <int KF, int VF, int D, int SETS>
-__host__ __device__ constexpr int most_warps() { return halves_of<KF, VF>() == 2 && D * SETS <= 128 ? 16 : 8; }
+// Warps of a block at most, by the registers they need: 8 queries keep one warp of a head busy, or two.
+template <int KF, int VF, int D, int SETS, int HEADS>
+__host__ __device__ constexpr int most_warps() {
+    constexpr int HALVES = halves_of<KF, VF>();
+    return HALVES == 1 || D * SETS > 128 ? 8 : SETS == 1 ? HALVES * HEADS : 16;
+}
 
 // What a warp keeps in shared memory: the round that it is in; that of the steps it asks for, and where
-// among them it is; its first query and its kv head.
-struct Place {
+// among them it is; its first query and its kv head; where in a stage its rows of K and V are, and which of
+// the warps that share a step it is.
+struct alignas(16) Place {
     Round round, ahead;
     Walk asked;
     int32_t query, kv_head;
+    int32_t k, v, half;
 };
-static_assert(sizeof(Place) == 128 && sizeof(Block) == 64, "the launch counts on it");
+static_assert(sizeof(Place) == 144 && sizeof(Block) == 64, "the launch counts on it");
 
-// Leaves the sums of a warp's keys of a chunk. shift: of the head, see Pieces.
+// Leaves the sums of a warp's keys of a chunk.
 template <int KF, int VF, int D, int SETS>
 __device__ __forceinline__ void end_chunk(const WarpState<KF, VF, D, SETS>& state, const Partials<D>& to,
-                                          const Block& block, const Place& place, int lane, int half,
-                                          int shift) {
+                                          const Block& block, const Place& place, int lane) {
     constexpr int HALVES = halves_of<KF, VF>();
-    const int g = lane / 4, t = lane % 4;
+    const int g = lane / 4, t = lane % 4, shift = place.v % 16 / 2;
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
         float weight = state.weight[s];
         weight = weight + __shfl_xor_sync(FULL_MASK, weight, 1);
         weight = weight + __shfl_xor_sync(FULL_MASK, weight, 2);
         int64_t own = to.column(block, place.round, place.query + SET * s + g, place.kv_head);
-        own = own < 0 ? own : HALVES * own + half;
+        own = own < 0 ? own : HALVES * own + place.half;
         if (t == 0 && own >= 0)
             *reinterpret_cast<float2*>(to.marks + own * 2) = make_float2(state.reference[s], weight);
 #pragma unroll
@@ -93,7 +97,7 @@ __device__ __forceinline__ void end_chunk(const WarpState<KF, VF, D, SETS>& stat
 // hold what a row sees; the same for all launches over a plane. tiled: k_map and v_map describe the
 // planes, with boxes of STEP rows as wide as a stage's. Other parameters as in kv/attend.cu.
 template <int KF, int VF, int D, int SETS, int HEADS, int STAGES, int COPY = COPY_BEST>
-__global__ void __launch_bounds__(most_warps<KF, VF, D, SETS>() * WARP_LANES, 1)
+__global__ void __launch_bounds__(most_warps<KF, VF, D, SETS, HEADS>() * WARP_LANES, 1)
     attend_f16(const float* __restrict__ q, const uint8_t* NULLABLE k_plane,
                const uint8_t* NULLABLE v_plane, int32_t n_rows, int32_t n_kv_heads, int32_t group,
                int32_t capacity, int32_t window, int32_t counted, float scale, float softcap,
@@ -108,8 +112,8 @@ __global__ void __launch_bounds__(most_warps<KF, VF, D, SETS>() * WARP_LANES, 1)
     static_assert(SLICE_K % 16 == 0 && SLICE_V % 16 == 0, "copies are of 16 bytes");
     constexpr int STAGE = STEP * (PITCH_K + PITCH_V);
     DYN_SMEM(uint8_t, shared);
-    admit_successor();
     await_predecessor();
+    admit_successor();  // which reads counters before it waits
     // Told to be the same for the lanes of a warp, it makes addresses cheap.
     const int warp = __shfl_sync(FULL_MASK, int(threadIdx.x) / WARP_LANES, 0);
     const int lane = kept(threadIdx.x % WARP_LANES);
@@ -117,7 +121,7 @@ __global__ void __launch_bounds__(most_warps<KF, VF, D, SETS>() * WARP_LANES, 1)
     const int n_teams = HEADS * teams_per_head, n_workers = HALVES * n_teams;
     const int team = warp / HALVES, half = warp % HALVES, head = team / teams_per_head;
     typedef uint4 Fragment[WARP_LANES];
-    constexpr int N_SHARED = shared_fragments<D, SETS>() * SETS;  // of a warp
+    constexpr int N_SHARED = shared_fragments<KF, D, SETS>() * SETS;  // of a warp
     Fragment* const fragments = reinterpret_cast<Fragment*>(shared + STAGES * STAGE);
     using Tables = StepTables<KF, VF, D>;
     Tables* const tables = reinterpret_cast<Tables*>(fragments + n_workers * N_SHARED);
@@ -148,6 +152,9 @@ __global__ void __launch_bounds__(most_warps<KF, VF, D, SETS>() * WARP_LANES, 1)
             place.ahead = place.round = Round(queries);
             place.query = queries.first + (team - head * teams_per_head) * SETS * SET;
             place.kv_head = int(blockIdx.y) * HEADS + head;
+            place.k = half * (STEP / HALVES) * PITCH_K + head * HEAD_K;
+            place.v = STEP * PITCH_K + half * (STEP / HALVES) * PITCH_V + head * HEAD_V;
+            place.half = half;
         }
         __syncthreads();
     }
@@ -165,7 +172,7 @@ __global__ void __launch_bounds__(most_warps<KF, VF, D, SETS>() * WARP_LANES, 1)
             uint64_t* const bar = full + slot;
             mbar_wait(empty + slot, parity ^ 1);
             if (lane == 0)
-                mbar_arrive_expecting(bar, tiled ? STAGE : STEP * (SLICE_K + SLICE_V));
+                mbar_arrive_expecting(bar, kept(tiled) ? STAGE : STEP * (SLICE_K + SLICE_V));
             __syncwarp();
             if (!tiled) {
                 const int64_t at = ahead.key_near(place.ahead, lane);
@@ -206,10 +213,12 @@ __global__ void __launch_bounds__(most_warps<KF, VF, D, SETS>() * WARP_LANES, 1)
         const int query = own_query(s), row = block.queries.row_of(query);
         const size_t at = size_t(block.queries.first_row + row) * n_kv_heads * group +
                           place.kv_head * group + query - row * group;
-        state.q[s].load(q + at * D, lane, scale, softcap,
-                        fragments + warp * N_SHARED + s * shared_fragments<D, SETS>());
+        if constexpr (is_packed<KF>())
+            state.q[s].load(q + at * D, lane, scale, softcap);
+        else
+            state.q[s].load(q + at * D, lane, scale, softcap,
+                            fragments + warp * N_SHARED + s * shared_fragments<KF, D, SETS>());
     }
-    const Reader reader = reader_of<KF, VF, D, PITCH_K, PITCH_V>(lane, head);
     Walk walk;
     int slot = 0, parity = 0;
 #pragma unroll 1
@@ -226,19 +235,18 @@ __global__ void __launch_bounds__(most_warps<KF, VF, D, SETS>() * WARP_LANES, 1)
             cp_async_commit();
         }
         if (walk.begins_chunk(place.round)) begin_chunk(state);
-        const uint8_t* const k = shared + slot * STAGE;
-        const uint8_t* const v = k + STEP * PITCH_K;
-        const int first = half * (STEP / HALVES);
-        step<PITCH_K, PITCH_V>(state, k + first * PITCH_K + head * HEAD_K, v + first * PITCH_V + head * HEAD_V,
-                               reader, lane, fragments + warp * N_SHARED, tables[warp], walk.key + first,
-                               walk.is_masked(place.round), softcap, seen);
+        const uint8_t* const stage = shared + slot * STAGE;
+        step<PITCH_K, PITCH_V>(state, stage + place.k, stage + place.v, place.v % 16, lane,
+                               fragments + warp * N_SHARED, tables[warp],
+                               walk.key + warp % HALVES * (STEP / HALVES), walk.is_masked(place.round), softcap,
+                               seen);
         if constexpr (COPY == COPY_BULK) {
             __syncwarp();
             if (lane == 0) mbar_arrive(empty + slot);
         }
         if (walk.ends_chunk())
             end_chunk(state, Partials<D>(workspace, n_rows, n_kv_heads * group, n_slots, HALVES), block,
-                      place, lane, half, is_packed<VF>() ? head * (HEAD_V / 2) % 8 : 0);
+                      place, lane);
         if (++slot == STAGES) slot = 0, parity ^= 1;
     }
 }

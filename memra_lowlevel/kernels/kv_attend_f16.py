@@ -54,15 +54,19 @@ registry.register(
                 ("F16", "F16", 64, 1, 8, 3), ("F16", "F16", 128, 1, 4, 3),
                 ("F16", "F16", 128, 2, 4, 3), ("F16", "F16", 256, 1, 2, 3),
                 ("BF16", "BF16", 128, 1, 4, 3), ("E4M3", "E4M3", 128, 1, 8, 3),
-                ("E4M3", "E4M3", 128, 2, 4, 6),
+                ("E4M3", "E4M3", 128, 2, 4, 6), ("Q8_0", "Q8_0", 64, 1, 8, 6),
+                ("Q8_0", "Q8_0", 128, 1, 8, 3), ("Q8_0", "Q8_0", 128, 2, 4, 6),
+                ("Q8_0", "Q8_0", 256, 1, 2, 6), ("Q8_0", "Q4_0", 64, 1, 8, 6),
+                ("Q8_0", "Q4_0", 128, 1, 8, 4), ("Q8_0", "Q4_0", 256, 1, 2, 6),
             )
         ),
         oracle="memra_lowlevel.reference.attend:attend",
         tolerance=Tolerance(
             "relative", 1e-5,
-            "q and p in two parts of 11 bits (bf16: three of 8) whose products with the stored "
-            "numbers are exact (scale * code in two parts that hold it), summed by tensor cores "
-            "over 128 channels or 32 keys, then in f32; against float64 over the decoded cache",
+            "q and p in two parts of 11 bits (bf16: three of 8; q beside K q8_0: whole numbers of "
+            "22) whose products with the stored numbers are exact (V: scale * code in two parts that "
+            "hold it), summed by tensor cores over 128 channels or 32 keys, then in f32; against "
+            "float64 over the decoded cache",
         ),
         edges=(
             "no key", "one key", "step, stage and chunk edges", "masked row", "window", "ring base",
@@ -241,7 +245,8 @@ def _shape(
 
     def shared(heads: int, stages: int) -> int:
         pitches = _pitches(k_format, v_format, heads * head_dim)
-        fragments = 512 * sets * (head_dim // 64) if head_dim * sets > 128 else 0
+        in_shared = head_dim * sets > 128 and not k_format.scaled
+        fragments = 512 * sets * (head_dim // 64) if in_shared else 0
         own = _PLACE + fragments + _table_bytes(k_format, v_format, head_dim)
         return stages * (STEP * sum(pitches) + 16) + heads * teams * halves * own + _BLOCK
 
@@ -256,11 +261,13 @@ def _shape(
     stages = max(n for n in _STAGES if shared(heads, n) <= room)
     used = shared(heads, stages)
     warps = heads * teams * halves
-    resident = max(1, min(workers // warps, (room + 1024) // (used + 1024)))
+    # most_warps of the source, whose registers are as many as that leaves.
+    bound = heads * halves if halves == 2 and sets == 1 and head_dim <= 128 else workers
+    resident = max(1, min(bound // warps, (room + 1024) // (used + 1024)))
     return _Shape(sets, teams, heads, stages, -(-wanted // (sets * teams)), used, resident, warps)
 
 
-_PLACE, _BLOCK = 128, 64
+_PLACE, _BLOCK = 144, 64
 """Bytes of Place and Block."""
 
 
