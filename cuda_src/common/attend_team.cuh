@@ -99,7 +99,7 @@ __device__ __forceinline__ const T* displaced(const T* base, int bytes) {
 // scores; scales and minima of its 64 channels, of the keys 16 * half + 8 * r + 2t + i at 8t + 4 * half +
 // 2r + i; the fifth bits of their codes, as [block][half of the keys][t][pair of bytes]: byte e of the
 // first word belongs to key 16 * half + 8 * (e / 2) + 2 * t + e % 2. Of each query: the factor of its
-// raw scores, its reference, and the keys that it sees.
+// raw scores, its reference, the keys that it sees, and its column of the partial results of the chunk, or -1.
 template <int D, int Q>
 struct alignas(16) WarpTables {
     float exponent[Share<D, Q>::HALVES * HALF];
@@ -108,6 +108,7 @@ struct alignas(16) WarpTables {
     uint2 fifth[2][2][4][2];
     float factor[Q], reference[Q];
     int2 seen[Q];
+    int32_t column[Q];
 };
 
 // The pitch of V rows puts 8 rows 4 banks apart.

@@ -65,9 +65,8 @@ __device__ __forceinline__ int64_t column_of(const Place& place, const Partials<
 // Leaves the sums of a chunk. `exchange`: that of the step to come.
 template <int D, int Q>
 __device__ __forceinline__ void end_chunk(const WarpState<D, Q>& state, const WarpTables<D, Q>& tables,
-                                          Exchange<D, Q>& exchange, const Partials<D>& to,
-                                          const Place& place, int team, int member, int group,
-                                          int n_heads) {
+                                          Exchange<D, Q>& exchange, const Partials<D>& to, int team,
+                                          int member) {
     const int lane = kept(threadIdx.x % WARP_LANES), g = lane / 4, t = lane % 4;
     using Own = Share<D, Q>;
 #pragma unroll
@@ -84,7 +83,7 @@ __device__ __forceinline__ void end_chunk(const WarpState<D, Q>& state, const Wa
         }
     team_barrier<Own::TEAM>(team);
     if (member == 0 && lane < Q) {
-        const int64_t own = column_of(place, to, lane, group, n_heads);
+        const int64_t own = tables.column[lane];
         if (own >= 0)
             *reinterpret_cast<float2*>(to.marks + own * 2) = make_float2(
                 tables.reference[lane], exchange.totals[0][lane] + exchange.totals[1][lane]);
@@ -92,8 +91,7 @@ __device__ __forceinline__ void end_chunk(const WarpState<D, Q>& state, const Wa
     constexpr int COLUMNS = Q == 8 ? 2 : 1;
     int64_t column[COLUMNS];
 #pragma unroll
-    for (int i = 0; i < COLUMNS; i++)
-        column[i] = column_of(place, to, query_of_column<Q>(t, i), group, n_heads);
+    for (int i = 0; i < COLUMNS; i++) column[i] = tables.column[query_of_column<Q>(t, i)];
 #pragma unroll
     for (int b = 0; b < 2; b++) {
         float minima = state.minima[Q == 8 ? b : 0];
@@ -301,6 +299,7 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
         }
         return true;
     };
+    const Partials<D> partials(workspace, n_rows, n_heads, n_slots);
     bool more = advance();
     take_query<D, Q>(state, query_tables[team], tables[warp], raw, member, scale, softcap);
     if constexpr (COPY == COPY_BULK) {
@@ -308,6 +307,8 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
     }
     while (more) {
         begin_chunk(state, tables[warp]);
+        // While the first keys are on their way.
+        if (lane < Q) tables[warp].column[lane] = int32_t(column_of(place, partials, lane, group, n_heads));
         const int32_t high = place.keys.y;
 #pragma unroll 1
         for (int32_t key = place.keys.x / STEP * STEP; key < high; key += STEP) {
@@ -338,9 +339,7 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
             }
             if (++slot == N_STAGES) slot = 0, parity ^= 1;
         }
-        end_chunk<D, Q>(state, tables[warp], exchanges[team * 2 + turn],
-                        Partials<D>(workspace, n_rows, n_heads, n_slots), place, team, member, group,
-                        n_heads);
+        end_chunk<D, Q>(state, tables[warp], exchanges[team * 2 + turn], partials, team, member);
         __syncwarp();  // its place is free
         more = advance();
     }

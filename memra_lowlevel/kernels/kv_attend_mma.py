@@ -250,7 +250,7 @@ def _shape(
     wanted, most = -(-n_queries // queries), 16 if room >= 200_000 else 8  # WORKERS
 
     def shared(heads: int, teams: int) -> int:
-        tables = (28 if team == 1 else 26) * STEP + 32 + 16 * queries  # WarpTables
+        tables = (28 if team == 1 else 26) * STEP + 32 + 20 * queries  # WarpTables
         warps = heads * teams * team
         exchange = 2 * (144 * queries + 16)
         held = most_held if head_dim > 128 else head_dim // 32
