@@ -65,8 +65,8 @@ registry.register(
             "relative", 1e-5,
             "q and p in two parts of 11 bits (bf16: three of 8; q beside K q8_0: whole numbers of "
             "22) whose products with the stored numbers are exact (V: scale * code in two parts "
-            "that hold it), summed by tensor cores over 128 channels or 32 keys, then in f32; against "
-            "float64 over the decoded cache",
+            "that hold it), summed by tensor cores over 128 channels or 32 keys, then in f32; "
+            "against float64 over the decoded cache",
         ),
         edges=(
             "no key", "one key", "step, stage and chunk edges", "masked row", "window", "ring base",
