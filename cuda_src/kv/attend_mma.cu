@@ -38,10 +38,9 @@ struct alignas(16) Place {
     int4 queries;  // row of the first query, first query of the team and behind the block, kv head
     int4 rows;     // rows [x, y) of this round, its chunk, its keys of a chunk
     int2 span;     // keys that some query of the round sees
-    Plane plane;
-    const uint8_t* k;  // slices of the rows, as if absolute row 0 was there
-    const uint8_t* v;
+    Plane plane;   // its k and v are slices of the rows, as if absolute row 0 was there
 };
+static_assert(sizeof(Place) == 96, "the launch counts on it");
 
 // Spares a single row the division.
 __device__ __forceinline__ int row_of(int query, int group, int n_rows) {
@@ -208,8 +207,8 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
         raw.load(q + (size_t(first_row + r) * n_heads + kv_head * group + query - r * group) * D);
         if (lane == 0) {
             place.plane = plane;
-            place.k = plane.k + blockIdx.y * slice_k - plane.base * row_k;
-            place.v = plane.v + blockIdx.y * slice_v - plane.base * row_v;
+            place.plane.k = plane.k + blockIdx.y * slice_k - plane.base * row_k;
+            place.plane.v = plane.v + blockIdx.y * slice_v - plane.base * row_v;
             place.queries = make_int4(first_row, team_query, behind_query, kv_head);
         }
         __syncwarp();
@@ -236,15 +235,15 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
             __syncwarp();
             int32_t at = key + lane < last ? key + lane : last;
             at = at > low ? at : low;
-            bulk_copy(k + lane * pitch_k, place.k + at * row_k, slice_k, full + slot);
-            bulk_copy(v + lane * pitch_v, place.v + at * row_v, slice_v, full + slot);
+            bulk_copy(k + lane * pitch_k, place.plane.k + at * row_k, slice_k, full + slot);
+            bulk_copy(v + lane * pitch_v, place.plane.v + at * row_v, slice_v, full + slot);
         } else {
 #pragma unroll 1
             for (int r = warp; r < STEP; r += n_workers) {
                 int32_t at = key + r < last ? key + r : last;
                 at = at > low ? at : low;
-                const uint8_t* const from_k = place.k + at * row_k;
-                const uint8_t* const from_v = place.v + at * row_v - slice_k;
+                const uint8_t* const from_k = place.plane.k + at * row_k;
+                const uint8_t* const from_v = place.plane.v + at * row_v - slice_k;
                 for (int x = lane * 16; x < slice_k + slice_v; x += WARP_LANES * 16)
                     cp_async<16>(x < slice_k ? k + r * pitch_k + x : v + r * pitch_v + x - slice_k,
                                  x < slice_k ? from_k + x : from_v + x);

@@ -289,7 +289,7 @@ def _shape(
 _SHORT = 1 << 14
 """Rows of a plane up to which blocks are small: the start and the end of a block are the time."""
 
-_PLACE = 112
+_PLACE = 96
 """Bytes of Place."""
 
 
