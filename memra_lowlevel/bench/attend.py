@@ -117,7 +117,8 @@ CASES = (
 ROWS = (
     *(Case(32, 8, 128, ctx, n_rows) for ctx in (32 * K, 128 * K) for n_rows in (1, 2, 4, 8, 16)),
     *(
-        Case(32, 8, 128, ctx, n_rows, k_format=F16, v_format=F16)
+        Case(32, 8, 128, ctx, n_rows, k_format=fmt, v_format=fmt)
+        for fmt in (Q8_0, F16)
         for ctx in (32 * K, 128 * K)
         for n_rows in (1, 8)
     ),
@@ -148,18 +149,18 @@ def measure_attend(run: Run) -> None:
 
 def measure_rows(run: Run) -> None:
     """Time 1 to 16 rows; more rows are compared with one."""
-    single: dict[tuple[int, Format], Row] = {}
+    single: dict[tuple[int, Format, Format], Row] = {}
     for case in _SMALL_ROWS if run.small else ROWS:
         row = measure_case(run, case)
         if case.n_rows == 1:
-            single[case.ctx, case.k_format] = row
+            single[case.ctx, case.k_format, case.v_format] = row
         else:
-            one = single[case.ctx, case.k_format]
+            one = single[case.ctx, case.k_format, case.v_format]
             row.extra["over_one_row"] = round(row.median / one.median, 3)
             if not run.small:
                 factor = _F16_FACTOR if case.k_format is F16 else _ROW_FACTORS[case.n_rows]
                 row.goal = round(factor * one.median, 2)
-        peers_see_it_too = case.n_rows in (1, 4, 8) and case.k_format is Q8_0
+        peers_see_it_too = case.n_rows in (1, 4, 8) and case.v_format is Q5_1
         if peers_see_it_too:
             run.later(partial(_others, run, case))
 
