@@ -133,7 +133,6 @@ _SMALL = (
 )
 _SMALL_ROWS = (Case(4, 2, 64, 256), Case(4, 2, 64, 256, n_rows=4))
 _ROW_FACTORS = {1: 1.0, 2: 1.1, 4: 1.1, 8: 1.1, 16: 1.25}
-_F16_FACTOR = 1.3
 
 
 def measure_attend(run: Run) -> None:
@@ -158,8 +157,7 @@ def measure_rows(run: Run) -> None:
             one = single[case.ctx, case.k_format, case.v_format]
             row.extra["over_one_row"] = round(row.median / one.median, 3)
             if not run.small:
-                factor = _F16_FACTOR if case.k_format is F16 else _ROW_FACTORS[case.n_rows]
-                row.goal = round(factor * one.median, 2)
+                row.goal = round(_ROW_FACTORS[case.n_rows] * one.median, 2)
         peers_see_it_too = case.n_rows in (1, 4, 8) and case.v_format is Q5_1
         if peers_see_it_too:
             run.later(partial(_others, run, case))
