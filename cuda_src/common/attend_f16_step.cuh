@@ -301,7 +301,7 @@ __device__ __forceinline__ void step(WarpState<KF, VF, D, SETS>& state, const ui
                                      Seen seen) {
     constexpr int OWN_TILES = TILES / halves_of<KF, VF>();
     if constexpr (StepTables<KF, VF, D>::USED) lane = kept(lane);
-    const int t = lane % 4;
+    const int t = lane & 3;
     const int32_t own_key = key + 2 * t;
     float scores[SETS][OWN_TILES][2];
     uint32_t found = 0u;

@@ -90,10 +90,10 @@ template <int KF, int VF, int D, int PITCH_K, int PITCH_V>
 __device__ __forceinline__ uint32_t fill_tables(StepTables<KF, VF, D>& tables, const uint8_t* k,
                                                 const uint8_t* v, int lane, bool masked) {
     constexpr int SHARE = D / 64;
-    lane = kept(lane);  // its derivatives are not worth registers from step to step
-    const int key = lane % OWN, first = lane / OWN * SHARE;
+    const uint32_t own = kept(lane);  // what it is good for is not worth registers from step to step
+    const uint32_t key = own % OWN, first = own / OWN * SHARE;
     k = k + key * PITCH_K, v = v + key * PITCH_V;
-    const int place = key % 8 / 2 * 4 + key / 8 * 2 + key % 2;
+    const uint32_t place = key % 8 / 2 * 4 + key / 8 * 2 + key % 2;
     uint32_t found = 0u;
     uint16_t k_scales[SHARE];
     if constexpr (is_packed<KF>()) {
@@ -247,8 +247,8 @@ __device__ __forceinline__ void score_blocks(const uint8_t* k, const float* scal
 template <int D, int SETS, int PITCH>
 __device__ __forceinline__ void score_packed(const uint8_t* k, const float (*scales)[OWN], int lane,
                                              const DigitSet<D> (&q)[SETS], float (&scores)[SETS][2][2]) {
-    const uint8_t* row = k + lane / 4 * PITCH + 8 * (lane % 4);
-    const float* own = scales[0] + 4 * (lane % 4);
+    const uint8_t* row = k + (lane >> 2) * PITCH + 8 * (lane & 3);
+    const float* own = scales[0] + 4 * (lane & 3);
 #pragma unroll
     for (int i = 0; i < 2 * SETS; i++) scores[i / 2][1][i % 2] = 0.0f;
 #pragma unroll 1
@@ -264,11 +264,11 @@ __device__ __forceinline__ void score_packed(const uint8_t* k, const float (*sca
 // Words of a piece, of both tiles of 8 keys, and of the next piece. The offset is across_offset().
 template <int PITCH>
 __device__ __forceinline__ void load_two(const uint8_t* rows, int lane, uint32_t (&words)[2][2]) {
-    load_across_x4(words[0], rows, lane % 16 * PITCH + lane / 16 * 16, PITCH, 8 * PITCH, 16);
+    load_across_x4(words[0], rows, (lane & 15) * PITCH + (lane & 16), PITCH, 8 * PITCH, 16);
 }
 template <int PITCH>
 __device__ __forceinline__ void load_one(const uint8_t* rows, int lane, uint32_t (&words)[2]) {
-    load_across_x2(words, rows, lane % 16 * PITCH + lane / 16 * 16, PITCH, 8 * PITCH);
+    load_across_x2(words, rows, (lane & 15) * PITCH + (lane & 16), PITCH, 8 * PITCH);
 }
 
 // The codes of a word as f16, of row g and of row g + 8 of a fragment; `half` of the nibbles of a byte.
@@ -351,7 +351,7 @@ __device__ __forceinline__ void add_pieces(Sums& sums, const StepTables<KF, VF, 
     uint32_t words[2][2];
     if constexpr (TWO) load_two<PITCH>(v + 16 * P, lane, words);
     else load_one<PITCH>(v + 16 * P, lane, words[0]);
-    const int g = lane / 4, t = lane % 4;
+    const int g = lane >> 2, t = lane & 3;
     add_words<VF, SETS>(sums, P * OF_PIECE, words[0], tables.v[Shape::template block_of<P>(g, shift)] + 4 * t,
                         nullptr, 0, p);
     if constexpr (TWO)
@@ -366,7 +366,7 @@ __device__ __forceinline__ void add_packed(Sums& sums, const StepTables<KF, VF, 
                                            const uint8_t* v, int shift, int lane, const Parts& p) {
     lane = kept(lane);  // as in fill_tables()
     if constexpr (VF == Q5_1) {
-        const int g = lane / 4, t = lane % 4;
+        const int g = lane >> 2, t = lane & 3;
         const uint2 two = *reinterpret_cast<const uint2*>(tables.minima[g % (D / 32)] + 4 * t);
         const uint32_t minima[4] = {two.x, 0u, two.y, 0u};
 #pragma unroll

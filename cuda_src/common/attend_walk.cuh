@@ -144,7 +144,7 @@ struct Walk {
     __device__ __forceinline__ bool ends_chunk() const { return end - key <= STEP; }
     // Whether some row does not see some key of the step.
     __device__ __forceinline__ bool is_masked(const Round& round) const {
-        return key < round.clear.x || round.clear.y - key < STEP;
+        return (key < round.clear.x) | (round.clear.y - key < STEP);  // both are read at once
     }
     // Key number i of the step, or the nearest one that some row sees.
     __device__ __forceinline__ int32_t key_near(const Round& round, int i) const {

@@ -47,7 +47,7 @@ template <int KF, int VF, int D, int SETS>
 __device__ __forceinline__ void end_chunk(const WarpState<KF, VF, D, SETS>& state, const Partials<D>& to,
                                           const Block& block, const Place& place, int lane) {
     constexpr int HALVES = halves_of<KF, VF>();
-    const int g = lane / 4, t = lane % 4, shift = place.v % 16 / 2;
+    const int g = lane / 4, t = lane % 4, shift = (place.v & 15) / 2;
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
         float weight = state.weight[s];
@@ -112,8 +112,6 @@ __global__ void __launch_bounds__(most_warps<KF, VF, D, SETS, HEADS>() * WARP_LA
     static_assert(SLICE_K % 16 == 0 && SLICE_V % 16 == 0, "copies are of 16 bytes");
     constexpr int STAGE = STEP * (PITCH_K + PITCH_V);
     DYN_SMEM(uint8_t, shared);
-    await_predecessor();
-    admit_successor();  // which reads counters before it waits
     // Told to be the same for the lanes of a warp, it makes addresses cheap.
     const int warp = __shfl_sync(FULL_MASK, int(threadIdx.x) / WARP_LANES, 0);
     const int lane = kept(threadIdx.x % WARP_LANES);
@@ -134,12 +132,7 @@ __global__ void __launch_bounds__(most_warps<KF, VF, D, SETS, HEADS>() * WARP_LA
         const Queries queries(n_rows, group, teams_per_head * SETS * SET, table != nullptr);
         if (threadIdx.x == 0) {
             if (COPY == COPY_BULK && tiled) prefetch_map(k_map), prefetch_map(v_map);
-            block.plane = Plane(k_plane, v_plane, len_d, base_d, table, queries.first_row, window,
-                                counted, capacity);
             block.row_k = n_kv_heads * HEAD_K, block.row_v = n_kv_heads * HEAD_V;
-            const int64_t base = block.plane.base;
-            block.plane.k = block.plane.k + blockIdx.y * SLICE_K - base * block.row_k;
-            block.plane.v = block.plane.v + blockIdx.y * SLICE_V - base * block.row_v;
             block.queries = queries, block.n_parts = n_parts;
             if constexpr (COPY == COPY_BULK) {
                 for (int i = 0; i < STAGES; i++)
@@ -155,6 +148,15 @@ __global__ void __launch_bounds__(most_warps<KF, VF, D, SETS, HEADS>() * WARP_LA
             place.k = half * (STEP / HALVES) * PITCH_K + head * HEAD_K;
             place.v = STEP * PITCH_K + half * (STEP / HALVES) * PITCH_V + head * HEAD_V;
             place.half = half;
+        }
+        await_predecessor();
+        admit_successor();  // which reads counters before it waits
+        if (threadIdx.x == 0) {
+            block.plane = Plane(k_plane, v_plane, len_d, base_d, table, queries.first_row, window,
+                                counted, capacity);
+            const int64_t base = block.plane.base;
+            block.plane.k = block.plane.k + blockIdx.y * SLICE_K - base * block.row_k;
+            block.plane.v = block.plane.v + blockIdx.y * SLICE_V - base * block.row_v;
         }
         __syncthreads();
     }
@@ -236,7 +238,7 @@ __global__ void __launch_bounds__(most_warps<KF, VF, D, SETS, HEADS>() * WARP_LA
         }
         if (walk.begins_chunk(place.round)) begin_chunk(state);
         const uint8_t* const stage = shared + slot * STAGE;
-        step<PITCH_K, PITCH_V>(state, stage + place.k, stage + place.v, place.v % 16, lane,
+        step<PITCH_K, PITCH_V>(state, stage + place.k, stage + place.v, place.v & 15, lane,
                                fragments + warp * N_SHARED, tables[warp],
                                walk.key + warp % HALVES * (STEP / HALVES), walk.is_masked(place.round), softcap,
                                seen);
