@@ -156,6 +156,51 @@ FAULTS = (
         "two &= ~halves, wild |= halves;", "wild |= halves;",
         ("tests/kernels/test_kv_attend_f16.py::test_one_bad_value_spoils_its_channel_only",),
     ),
+    Fault(
+        "rest-of-product-lost", "scale * code keeps the 11 bits of one f16",
+        "cuda_src/common/attend_packed.cuh",
+        "rest[2 * j + r] = rest_of_product(codes[r], d[j], value[2 * j + r]);",
+        "rest[2 * j + r] = 0u;",
+        ("tests/kernels/test_kv_attend_f16.py::test_lengths_around_every_edge",),
+    ),
+    Fault(
+        "lift-forgotten", "the weight of a key with a lowered scale is not lifted",
+        "cuda_src/common/attend_f16_step.cuh",
+        "if (found & LIFTED_KEYS) {", "if (false) {",
+        ("tests/kernels/test_kv_attend_packed.py::test_a_value_over_the_range_of_f16",),
+    ),
+    Fault(
+        "wild-block-kept", "a scale that is not finite counts as 0 and spoils nothing",
+        "cuda_src/common/attend_f16_step.cuh",
+        "if (found & WILD_KEYS) {", "if (false) {",
+        ("tests/kernels/test_kv_attend_packed.py"
+         "::test_one_bad_scale_or_minimum_spoils_its_block_only",),
+    ),
+    Fault(
+        "bad-key-hidden", "an infinite scale of K gives its key a weight of 0",
+        "cuda_src/common/attend_packed.cuh",
+        "fmaf(d, 0.0f, d);", "d;",
+        ("tests/kernels/test_kv_attend_packed.py"
+         "::test_a_bad_scale_of_a_key_spoils_the_rows_that_see_it",),
+    ),
+    Fault(
+        "shares-left-out", "only half of what the warps of a chunk leave is joined",
+        "cuda_src/kv/attend_mma.cu",
+        "fits ? n_chunks * shares : 0;", "fits ? n_chunks : 0;",
+        ("tests/kernels/test_kv_attend_f16.py::test_lengths_around_every_edge",),
+    ),
+    Fault(
+        "minima-lost", "the sums of q5_1 leave without their minima",
+        "cuda_src/kv/attend_f16.cu",
+        "x[0] = x[0] + base, x[1] = x[1] + base;", "(void)base;",
+        ("tests/kernels/test_kv_attend_f16.py::test_lengths_around_every_edge",),
+    ),
+    Fault(
+        "digit-lost", "q beside K q8_0 keeps two digits of three",
+        "cuda_src/common/attend_packed.cuh",
+        "low[i / 2][i % 2] = __byte_perm(low01, low23, 0x5410);", "low[i / 2][i % 2] = 0u;",
+        ("tests/kernels/test_kv_attend_f16.py::test_lengths_around_every_edge",),
+    ),
     # -- model ------------------------------------------------------------------------------------
     Fault(
         "argmax-ties", "of equal logits the highest id wins",

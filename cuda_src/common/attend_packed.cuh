@@ -147,7 +147,10 @@ __device__ __forceinline__ uint32_t fill_tables(StepTables<KF, VF, D>& tables, c
     }
     if constexpr (is_packed<KF>()) {
 #pragma unroll
-        for (int b = 0; b < SHARE; b++) tables.k[first + b][place] = f16_to_f32(k_scales[b]);
+        for (int b = 0; b < SHARE; b++) {
+            const float d = f16_to_f32(k_scales[b]);
+            tables.k[first + b][place] = fmaf(d, 0.0f, d);  // NaN unless it is finite: -inf would hide the key
+        }
     }
     return found;
 }
