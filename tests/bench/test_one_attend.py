@@ -8,11 +8,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_it_runs_on_the_host_device():
-    done = subprocess.run(
-        [sys.executable, "tools/one_attend.py", "4/2/64", "300", "2", "host"],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    for formats in ([], ["q8_0/q4_0"]):
+        done = subprocess.run(
+            [sys.executable, "tools/one_attend.py", "4/2/64", "300", "2", "host", *formats],
+            cwd=ROOT, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
     bare = subprocess.run(
         [sys.executable, "tools/one_attend.py"],
         cwd=ROOT,
