@@ -92,25 +92,27 @@ __device__ __forceinline__ uint32_t fill_tables(StepTables<KF, VF, D>& tables, c
     constexpr int SHARE = D / 64;
     const uint32_t own = kept(lane);  // what it is good for is not worth registers from step to step
     const uint32_t key = own % OWN, first = own / OWN * SHARE;
-    k = k + key * PITCH_K, v = v + key * PITCH_V;
-    const uint32_t place = key % 8 / 2 * 4 + key / 8 * 2 + key % 2;
+    k = k + key * PITCH_K + first * Q8_BLOCK_BYTES, v = v + key * PITCH_V + first * block_bytes<VF>();
+    const uint32_t place = first * OWN + key % 8 / 2 * 4 + key / 8 * 2 + key % 2;  // of the first block
+    float* const of_k = tables.k[0] + place;
+    uint16_t* const of_v = tables.v[0] + place;
     uint32_t found = 0u;
     uint16_t k_scales[SHARE];
     if constexpr (is_packed<KF>()) {
 #pragma unroll
         for (int b = 0; b < SHARE; b++)
-            k_scales[b] = *reinterpret_cast<const uint16_t*>(k + (first + b) * Q8_BLOCK_BYTES);
+            k_scales[b] = *reinterpret_cast<const uint16_t*>(k + b * Q8_BLOCK_BYTES);
     }
     if constexpr (is_packed<VF>()) {
         uint32_t d[SHARE], m[SHARE], most = 0u;
 #pragma unroll
         for (int b = 0; b < SHARE; b++) {
-            const uint8_t* const block = v + (first + b) * block_bytes<VF>();
+            const uint8_t* const block = v + b * block_bytes<VF>();
             if constexpr (VF == Q5_1) {
                 const uint2 head = *reinterpret_cast<const uint2*>(block);
                 d[b] = head.x & 0xFFFFu, m[b] = head.x >> 16;
-                tables.fifth[first + b][0][place] = uint16_t(head.y);
-                tables.fifth[first + b][1][place] = uint16_t(head.y >> 16);
+                uint16_t* const bits = tables.fifth[b][0] + place + first * OWN;  // two a block
+                bits[0] = uint16_t(head.y), bits[OWN] = uint16_t(head.y >> 16);
             } else {
                 d[b] = *reinterpret_cast<const uint16_t*>(block), m[b] = 0u;
             }
@@ -125,7 +127,7 @@ __device__ __forceinline__ uint32_t fill_tables(StepTables<KF, VF, D>& tables, c
             for (int b = 0; b < SHARE; b++) big |= !is_wild(d[b]) && (d[b] & 0x7FFFu) >= LIMIT;
             big |= __shfl_xor_sync(FULL_MASK, big, OWN);
             constexpr float LIFT = float(1 << lift_of<VF>());
-            if (lane < OWN) tables.lift[place] = big ? LIFT : 1.0f;
+            if (first == 0) tables.lift[place] = big ? LIFT : 1.0f;
             if (__any_sync(FULL_MASK, big)) found = LIFTED_KEYS;
 #pragma unroll
             for (int b = 0; b < SHARE; b++) {
@@ -141,15 +143,15 @@ __device__ __forceinline__ uint32_t fill_tables(StepTables<KF, VF, D>& tables, c
         }
 #pragma unroll
         for (int b = 0; b < SHARE; b++) {
-            tables.v[first + b][place] = uint16_t(d[b]);
-            if constexpr (VF == Q5_1) tables.minima[first + b][place] = uint16_t(m[b]);
+            of_v[b * OWN] = uint16_t(d[b]);
+            if constexpr (VF == Q5_1) (tables.minima[0] + place)[b * OWN] = uint16_t(m[b]);
         }
     }
     if constexpr (is_packed<KF>()) {
 #pragma unroll
         for (int b = 0; b < SHARE; b++) {
             const float d = f16_to_f32(k_scales[b]);
-            tables.k[first + b][place] = fmaf(d, 0.0f, d);  // NaN unless it is finite: -inf would hide the key
+            of_k[b * OWN] = fmaf(d, 0.0f, d);  // NaN unless it is finite: -inf would hide the key
         }
     }
     return found;
