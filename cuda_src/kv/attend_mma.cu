@@ -171,7 +171,9 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
             if (tiled) prefetch_map(k_map), prefetch_map(v_map);
         }
     }
-    __syncthreads();
+    if constexpr (COPY == COPY_BULK) {
+        __syncthreads();
+    }
     await_predecessor();
     admit_successor();  // which reads counters before it waits
     // Queries [first_query, first_query + n_queries) of the rows from first_row on.
@@ -339,7 +341,6 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
             if (++slot == N_STAGES) slot = 0, parity ^= 1;
         }
         end_chunk<D, Q>(state, tables[warp], exchanges[team * 2 + turn], partials, team, member);
-        __syncwarp();  // its place is free
         more = advance();
     }
 }
