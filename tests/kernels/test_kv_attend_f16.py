@@ -20,6 +20,7 @@ F16_KERNEL = {"kernel": "f16"}
 
 pairs = pytest.mark.parametrize(("k_format", "v_format"), PAIRS, ids=str)
 kinds = pytest.mark.parametrize(("k_format", "v_format"), [*SAME, *PACKED], ids=str)
+two = pytest.mark.parametrize(("k_format", "v_format"), [(F16, F16), (Q8_0, Q8_0)], ids=str)
 formats = pytest.mark.parametrize("fmt", [F16, BF16, E4M3], ids=lambda f: f.name)
 
 
@@ -71,7 +72,7 @@ def test_lengths_around_every_edge(stream, k_format, v_format):
         agree(planes, normal(rng, 1, 4, 64), n - 1)
 
 
-@pytest.mark.parametrize(("k_format", "v_format"), [(F16, F16), (Q8_0, Q8_0)], ids=str)
+@two
 @pytest.mark.parametrize("length", [4096, 8321])
 def test_long_contexts(stream, length, k_format, v_format):
     planes, rng = filled(stream, 128, 8330, k_format, v_format)
@@ -86,8 +87,9 @@ def test_planes_with_wide_rows_have_fewer_chunks():
         assert kv_attend_f16.n_parts(fmt, fmt, head_dim, heads) == parts
 
 
-def test_a_negative_scale(stream):
-    planes, rng = filled(stream, 64, 90)
+@two
+def test_a_negative_scale(stream, k_format, v_format):
+    planes, rng = filled(stream, 64, 90, k_format, v_format)
     q = normal(rng, 2, 4, 64)
     agree(planes, q, 80, scale=-0.2)
     agree(planes, q, 80, scale=-0.2, softcap=3.0)
@@ -102,19 +104,22 @@ def test_sharp_distributions(stream, k_format, v_format):
         agree(planes, normal(rng, 2, 8, 64) * np.float32(size), 390, bound=BOUND)
 
 
-def test_far_positions(stream):
+@two
+def test_far_positions(stream, k_format, v_format):
     for first in (8100, 262_000, 2_000_000_000):
-        planes, rng = filled(stream, 64, 512, ring=True)
+        planes, rng = filled(stream, 64, 512, k_format, v_format, ring=True)
         planes.set_len(first + 400, base=first)
-        q = normal(rng, 1, 2, 64)
+        q = normal(rng, 1, 4, 64)
         got = planes.attend(q, window=300, **F16_KERNEL)
         assert error(got, reference(planes, q, first + 400, base=first, window=300)[0]) <= NEAR
 
 
-def test_rows_whose_chunks_differ(stream):
+@two
+def test_rows_whose_chunks_differ(stream, k_format, v_format):
     """Rows on both sides of a length at which chunks grow, in one launch."""
-    edge = (kv_attend_f16.n_parts(F16, F16, 64, 2) - 1) * 32  # from there on chunks are longer
-    planes, rng = filled(stream, 64, edge + 16)
+    heads = least_heads(k_format, v_format, 64)
+    edge = (kv_attend_f16.n_parts(k_format, v_format, 64, heads) - 1) * 32
+    planes, rng = filled(stream, 64, edge + 16, k_format, v_format)
     q = normal(rng, 16, 4, 64)
     singles = []
     for r in range(16):
@@ -164,8 +169,9 @@ def test_n_rows_are_n_single_rows(stream, k_format, v_format, head_dim, heads, g
     assert error(out, reference(planes, q, length)[0]) <= NEAR
 
 
-def test_counted_lengths(stream):
-    planes, rng = filled(stream, 128, 80)
+@two
+def test_counted_lengths(stream, k_format, v_format):
+    planes, rng = filled(stream, 128, 80, k_format, v_format)
     q = normal(rng, 3, 4, 128)
     assert same(agree(planes, q, 70), agree(planes, q, 70, counted=True))
 
@@ -294,9 +300,6 @@ def test_a_bad_query_spoils_itself_only(stream):
         assert np.isnan(got[1, 2]).all()
         got[1, 2] = clean[1, 2]
         assert same(got, clean)
-
-
-two = pytest.mark.parametrize(("k_format", "v_format"), [(F16, F16), (Q8_0, Q8_0)], ids=str)
 
 
 @two
