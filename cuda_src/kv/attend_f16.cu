@@ -24,11 +24,12 @@ constexpr int COPY_BEST = COPY_BULK;
 constexpr int COPY_BEST = COPY_ASYNC;
 #endif
 
-// Warps of a block at most, by the registers they need: 8 queries keep one warp of a head busy, or two.
+// Warps of a block at most, by the registers they need: 8 queries keep one warp of a head busy, or two, and
+// more of them take a second set first, where registers hold one.
 template <int KF, int VF, int D, int SETS, int HEADS>
 __host__ __device__ constexpr int most_warps() {
-    constexpr int HALVES = halves_of<KF, VF>();
-    return HALVES == 1 || D * SETS > 128 ? 8 : SETS == 1 ? HALVES * HEADS : 16;
+    constexpr int HALVES = halves_of<KF, VF>(), MOST_SETS = D <= (KF == BF16 ? 64 : 128) ? 2 : 1;
+    return HALVES == 1 || MOST_SETS == 1 || D * SETS > 128 ? 8 : SETS == 1 ? HALVES * HEADS : 16;
 }
 
 // What a warp keeps in shared memory: the round that it is in; that of the steps it asks for, and where

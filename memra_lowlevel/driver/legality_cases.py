@@ -281,7 +281,10 @@ def _life(env: Env, mode: CaptureMode) -> str:
     d, exec_ = env.d, 0
     host = (ctypes.c_uint32 * (_N // 4))()
     try:
-        d.cuStreamSynchronize(env.t)  # what the case itself put there must not overtake us
+        # What the case itself put there must not overtake us: its stream, and a copy from pageable
+        # memory, which the driver may still carry out when the call has returned.
+        d.cuStreamSynchronize(env.t)
+        d.cuMemcpyDtoH(ctypes.addressof(host), env.q, _N)
         d.cuStreamBeginCapture(env.s, mode)
         d.cuMemsetD32Async(env.q, 0xC0FFEE, _N // 4, env.s)
         graph = d.cuStreamEndCapture(env.s)

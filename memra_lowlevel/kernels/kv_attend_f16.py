@@ -240,7 +240,9 @@ def _shape(
     # As many sets as the registers of a warp hold.
     sets = min(wanted, _most_sets(k_format, head_dim))
     halves = shares(k_format, v_format)
-    workers = 16 if halves == 2 and head_dim * sets <= 128 and room >= 200_000 else 8  # most_warps
+    # most_warps of the source
+    many = halves == 2 and _most_sets(k_format, head_dim) > 1 and head_dim * sets <= 128
+    workers = 16 if many and room >= 200_000 else 8
     teams = min(-(-wanted // sets), workers // halves)
 
     def shared(heads: int, stages: int) -> int:
@@ -261,8 +263,8 @@ def _shape(
     stages = max(n for n in _STAGES if shared(heads, n) <= room)
     used = shared(heads, stages)
     warps = heads * teams * halves
-    # most_warps of the source, whose registers are as many as that leaves.
-    bound = heads * halves if halves == 2 and sets == 1 and head_dim <= 128 else workers
+    # And whose registers are as many as that leaves.
+    bound = heads * halves if many and sets == 1 else workers
     resident = max(1, min(bound // warps, (room + 1024) // (used + 1024)))
     return _Shape(sets, teams, heads, stages, -(-wanted // (sets * teams)), used, resident, warps)
 

@@ -1,11 +1,14 @@
 """Attention on tensor cores in f16: against float64, and bit for bit between ways."""
 
+import re
+
 import attend_bits
 import numpy as np
 import pytest
 from rig import Planes, error, normal, reference, same
 
 from memra_lowlevel import errors
+from memra_lowlevel.compile import compile_file
 from memra_lowlevel.driver.host import host_options
 from memra_lowlevel.formats import BF16, E4M3, F16, F32, Q4_0, Q5_1, Q8_0
 from memra_lowlevel.kernels import kv_attend, kv_attend_f16, registry
@@ -420,3 +423,26 @@ def test_a_plane_that_begins_between_two_pieces_is_refused(stream):
     planes.rows = 10
     with pytest.raises(errors.ArgumentError, match="multiple of 16 bytes for kernel 'f16'"):
         planes.attend(normal(rng, 1, 2, 64), **F16_KERNEL)
+
+
+@pytest.mark.parametrize(
+    ("k_format", "v_format", "head_dim", "heads", "n_queries"),
+    [
+        (BF16, Q4_0, 128, 2, 8), (BF16, Q4_0, 128, 2, 16), (BF16, Q8_0, 128, 8, 64),
+        (BF16, Q5_1, 64, 8, 16), (BF16, BF16, 128, 8, 32), (Q8_0, Q8_0, 128, 8, 4),
+        (Q8_0, Q8_0, 128, 2, 64), (Q8_0, Q4_0, 256, 2, 32), (F16, Q8_0, 64, 4, 9),
+        (E4M3, E4M3, 128, 8, 64),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_blocks_are_not_larger_than_the_kernel_allows(
+    k_format, v_format, head_dim, heads, n_queries
+):
+    shape = kv_attend_f16._shape(k_format, v_format, head_dim, heads, n_queries, 232_448)
+    name = (
+        f"attend_f16<{k_format.constant}, {v_format.constant}, {head_dim}, {shape.sets}, "
+        f"{shape.heads}, {shape.stages}>"
+    )
+    image = compile_file("kv/attend_f16.cu", arch="compute_90", name_expressions=(name,))
+    (most,) = re.findall(rb"\.maxntid (\d+)", image.data)
+    assert 32 * shape.warps <= int(most)

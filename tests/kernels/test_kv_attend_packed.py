@@ -61,7 +61,7 @@ def test_scales_from_tiny_to_huge(stream, fmt):
         sizes = 2.0 ** np.round(np.linspace(*powers, 200))[:, None]
         minimum = sizes * rng.choice([-1.0, 1.0], (200, len(blocks))) if fmt is Q5_1 else None
         patched(planes, planes.v, fmt, np.arange(200), blocks, scale=sizes, minimum=minimum)
-        for size in (1.0, 6.0):
+        for size in (1.0, 3.0):  # a float's last bit of scores beyond 128 is the bound
             agree(planes, q * np.float32(size), 190, bound=BOUND)
         agree(planes, q, 190, bound=BOUND, window=70)
     steps = 2.0 ** rng.integers(-24, 16, (200, len(blocks)))  # any beside any
