@@ -40,9 +40,10 @@ struct Plane {
     __device__ __forceinline__ int2 seen(int r) const {
         const int32_t behind = bound + r;
         const int32_t first = window > 0 && behind > window ? behind - window : 0;
+        const int32_t limit = behind - base < capacity ? behind : base + capacity;
+        const int32_t end = limit > base ? limit : base;
         const int32_t start = first > base ? first : base;
-        const int32_t end = behind - base < capacity ? behind : base + capacity;
-        return make_int2(start, end > start ? end : start);
+        return make_int2(start < end ? start : end, end);  // if there are none, in the plane still
     }
 };
 

@@ -42,9 +42,10 @@ __device__ __forceinline__ KeyRange key_range(const RowView& view, int32_t windo
     const int64_t bound = view.slot + 1 - counted;
     const int64_t first = window > 0 && bound > window ? bound - window : 0;
     const int64_t limit = view.base + capacity;
+    const int64_t behind = bound < limit ? bound : limit;
+    const int64_t end = behind > view.base ? behind : view.base;
     const int64_t start = first > view.base ? first : view.base;
-    const int64_t end = bound < limit ? bound : limit;
-    return {start, end > start ? end : start};
+    return {start < end ? start : end, end};
 }
 
 // Chunks of keys: their edges are a function of the absolute position alone, so that partial results

@@ -50,6 +50,12 @@ def keys_beyond_the_capacity_are_never_read(planes, q, kernel):
     full = planes.attend(q, kernel=kernel)
     planes.set_len(5000)  # a counter that ran away
     assert same(planes.attend(q, kernel=kernel), full)
+    rows = np.repeat(q[:1], 8, axis=0)
+    for window in (1, 3):  # the first rows see the last keys, the windows of the others lie behind
+        planes.set_len(planes.rows - 1)
+        out = planes.attend(rows, kernel=kernel, window=window)
+        assert same(out[:1], planes.attend(rows[:1], kernel=kernel, window=window))
+        assert out[:window].any(axis=(1, 2)).all() and not out[window:].any()
 
 
 def a_replay_equals_eager_launches(planes, q, kernel):
