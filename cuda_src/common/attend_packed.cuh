@@ -192,7 +192,7 @@ struct DigitSet {
             bad = bad + __shfl_xor_sync(FULL_MASK, bad, apart);
         }
         int32_t above = int32_t(__float_as_uint(most) >> 23) - 126;  // |q| < 2^above
-        above = above < -90 ? -90 : above > 127 ? 127 : above;
+        above = above < -90 ? -90 : above > 128 ? 128 : above;
         const float lift = scale < 0.0f ? -power_of_two(DIGITS - above) : power_of_two(DIGITS - above);
 #pragma unroll
         for (int i = 0; i < D / 16; i++) {

@@ -38,7 +38,7 @@ __device__ __forceinline__ void take_query(WarpState<D, Q>& state, QueryTables<D
     bad = bad + __shfl_xor_sync(FULL_MASK, bad, 1);
     bad = bad + __shfl_xor_sync(FULL_MASK, bad, 2);
     int32_t above = int32_t(__float_as_uint(most) >> 23) - 126;  // |q| < 2^above
-    above = above < -90 ? -90 : above > 127 ? 127 : above;
+    above = above < -90 ? -90 : above > 128 ? 128 : above;
     const float lift = power_of_two(QUERY_BITS - above);
     const bool odd = threadIdx.x / 4 % 2;
 #pragma unroll

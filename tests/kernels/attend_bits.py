@@ -4,7 +4,7 @@ Each function takes filled planes and the name of the kernel.
 """
 
 import numpy as np
-from rig import normal, same
+from rig import error, normal, reference, same
 
 from memra_lowlevel.kernels import kv_attend
 
@@ -56,6 +56,17 @@ def keys_beyond_the_capacity_are_never_read(planes, q, kernel):
         out = planes.attend(rows, kernel=kernel, window=window)
         assert same(out[:1], planes.attend(rows[:1], kernel=kernel, window=window))
         assert out[:window].any(axis=(1, 2)).all() and not out[window:].any()
+
+
+def queries_at_the_end_of_the_range(planes, kernel, bound):
+    """Few channels as large as f32 can be, whose scores are ordinary by a tiny scale."""
+    q = np.zeros((1, 4, 128), np.float32)
+    planes.set_len(60)
+    for size in (2.0**127, 3.38e38, 3.395e38, np.finfo(np.float32).max):
+        q[..., 3], q[..., 70] = size, -size
+        for scale in (1e-38, -1e-38):
+            out = planes.attend(q, kernel=kernel, scale=scale)
+            assert error(out, reference(planes, q, 60, scale=np.float32(scale))[0]) <= bound
 
 
 def a_replay_equals_eager_launches(planes, q, kernel):

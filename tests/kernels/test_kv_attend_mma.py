@@ -262,6 +262,11 @@ def test_keys_beyond_the_capacity_are_never_read(stream):
     attend_bits.keys_beyond_the_capacity_are_never_read(planes, normal(rng, 1, 4, 64), "mma")
 
 
+def test_queries_at_the_end_of_the_range(stream):
+    planes, _ = filled(stream, 128, 64)
+    attend_bits.queries_at_the_end_of_the_range(planes, "mma", BOUND)
+
+
 def test_a_replay_equals_eager_launches(stream):
     planes, rng = filled(stream, 128, 200)
     kv_attend_mma.prepare(stream.device, 128, 2, n_queries=4)

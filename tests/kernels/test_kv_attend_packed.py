@@ -1,5 +1,6 @@
 """Attention on tensor cores in f16 over blocks with scales: what only these formats have."""
 
+import attend_bits
 import numpy as np
 import pytest
 from rig import error, normal, reference, same
@@ -206,6 +207,11 @@ def test_queries_of_any_size(stream, k_format, v_format):
         agree(planes, q * np.float32(size), 90, bound=NEAR if size <= 1 else BOUND)
     q[:, :, 0] *= 2.0**12  # one channel far above the others
     agree(planes, q * np.float32(2.0**-10), 90, bound=BOUND)
+
+
+def test_queries_at_the_end_of_the_range(stream):
+    planes, _ = filled(stream, 128, 64, Q8_0, Q8_0)
+    attend_bits.queries_at_the_end_of_the_range(planes, "f16", BOUND)
 
 
 def test_scores_beyond_all_measure_are_never_wrong_in_silence(stream):
