@@ -131,7 +131,7 @@ def append(
             need = rows * fmt.row_bytes(width)
             if plane.n_bytes < need:
                 raise _refused(name, f"at least {need} bytes ({rows} rows)", f"{plane.n_bytes}")
-    elif table.n_bytes < n * 40:
+    elif expect.kind("append: table", table, Buffer, "a Buffer or None").n_bytes < n * 40:
         raise _refused("table", f"u64[{n}, 5]", f"{table.n_bytes} bytes")
     _launch(
         stream, kernels, k, v, k_plane, v_plane, rows, len_d, base_d, table, fault,

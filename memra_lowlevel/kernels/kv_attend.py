@@ -196,6 +196,8 @@ def attend(
         stream.device, k_format, v_format, head_dim, head_dim_v,
         n_kv_heads=n_kv_heads, rows=rows, kernel=kernel,
     )  # fmt: skip
+    if not type(counted) is type(programmatic) is bool:
+        _check_flags(counted=counted, programmatic=programmatic)
     window = _window(window)
     scale = _scalar("scale", head_dim**-0.5 if scale is None else scale)
     softcap = 0.0 if softcap is None else _softcap(softcap)
@@ -599,10 +601,19 @@ def _check_planes(
     if type(k_format) is not Format or type(v_format) is not Format:
         for name, fmt in (("k_format", k_format), ("v_format", v_format)):
             expect.kind(f"{call}: {name}", fmt, Format, "one of memra_lowlevel.formats")
-    if not (type(head_dim) is type(head_dim_v) is type(n_kv_heads) is int and n_kv_heads > 0):
-        expect.integer(f"{call}: head_dim", head_dim)
-        expect.integer(f"{call}: head_dim_v", head_dim_v)
+    if not (
+        type(head_dim) is type(head_dim_v) is type(n_kv_heads) is int
+        and min(head_dim, head_dim_v, n_kv_heads) > 0
+    ):
+        expect.integer(f"{call}: head_dim", head_dim, 1, _MOST)
+        expect.integer(f"{call}: head_dim_v", head_dim_v, 1, _MOST)
         expect.integer(f"{call}: n_kv_heads", n_kv_heads, 1, _MOST)
+
+
+def _check_flags(**flags: object) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool | np.bool_):
+            raise expect.refusal(f"attend: {name}", flag, "True or False")
 
 
 def _window(window: int | None) -> int:

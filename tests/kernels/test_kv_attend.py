@@ -394,7 +394,10 @@ def test_refusals(stream):
     [
         ("n_kv_heads", (0, -1, None, "2", 2.0, True)),
         ("rows", (0, -5, None, "x", 2.5, 2**31)),
-        ("head_dim", (None, "64", 64.0, True)),
+        ("head_dim", (0, -64, None, "64", 64.0, True)),
+        ("head_dim_v", (0, -64, "64", 64.0, True)),
+        ("counted", (None, 1, "yes", [], np.zeros(3))),
+        ("programmatic", (None, 1, "yes", [], np.zeros(3))),
         ("k_format", (None, "q8_0", 5, np.zeros(3))),
         ("v_format", (None, "q5_1", 5)),
         ("k_plane", (None, 5, np.zeros(4096, np.uint8))),
