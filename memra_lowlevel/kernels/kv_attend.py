@@ -56,6 +56,7 @@ TICKETS = 1024
 
 _KERNELS = ("mma", "f16", "simt")
 _NEEDED = ("q", "out", "workspace")
+_FLAGS = (bool, bool)
 _F32 = np.dtype(np.float32)
 _MOST = 2**31 - 1
 _F32_MAX, _LEAST_CAP = float(np.finfo(np.float32).max), 2.0**-149
@@ -196,7 +197,7 @@ def attend(
         stream.device, k_format, v_format, head_dim, head_dim_v,
         n_kv_heads=n_kv_heads, rows=rows, kernel=kernel,
     )  # fmt: skip
-    if not type(counted) is type(programmatic) is bool:
+    if (type(counted), type(programmatic)) != _FLAGS:
         _check_flags(counted=counted, programmatic=programmatic)
     window = _window(window)
     scale = _scalar("scale", head_dim**-0.5 if scale is None else scale)
