@@ -66,7 +66,9 @@ registry.register(
             "q and p in two parts of 11 bits (bf16: three of 8; q beside K q8_0: whole numbers of "
             "22) whose products with the stored numbers are exact (V: scale * code in two parts "
             "that hold it), summed by tensor cores over 128 channels or 32 keys, then in f32; "
-            "against float64 over the decoded cache",
+            "against float64 over the decoded cache. Beside V with scales a weight is right to "
+            "2^-29 (q5_1: 2^-31, q4_0: 2^-33) of the greatest one of its chunk: what is next to "
+            "nothing beside a key whose value is nothing is off by more",
         ),
         edges=(
             "no key", "one key", "step, stage and chunk edges", "masked row", "window", "ring base",

@@ -214,6 +214,27 @@ def test_queries_at_the_end_of_the_range(stream):
     attend_bits.queries_at_the_end_of_the_range(planes, "f16", BOUND)
 
 
+@pytest.mark.parametrize(("fmt", "part"), [(Q8_0, 29), (Q5_1, 31), (Q4_0, 33)], ids=str)
+def test_a_weight_is_right_to_a_part_of_the_greatest(stream, fmt, part):
+    """One key has nearly all weight and no value: what is left are the others, of equal weights."""
+    planes, rng = filled(stream, 128, 32, Q8_0, fmt)
+    heads = planes.n_kv_heads
+    k, v = np.zeros((32, heads, 128), np.float32), normal(rng, 32, heads, 128)
+    k[1:, :, 0] = k[0, :, 1] = 1.0
+    v[0] = 0.0
+    planes.load(k.reshape(32, -1), v.reshape(32, -1))
+    sizes = np.abs(planes.decoded(32)[1]).sum(0).max()
+    q = np.zeros((1, heads, 128), np.float32)
+    planes.set_len(31)
+    for power in np.arange(2.0, 38.0, 0.4):
+        q[..., 0], q[..., 1] = 0.3, 0.3 + power * np.log(2.0)
+        got, wanted = (
+            planes.attend(q, scale=1.0, **F16_KERNEL),
+            reference(planes, q, 31, scale=1.0)[0],
+        )
+        assert np.abs(got - wanted).max() <= NEAR * np.abs(wanted).max() + 2.0**-part * sizes
+
+
 def test_scores_beyond_all_measure_are_never_wrong_in_silence(stream):
     """An answer lies among the values of the keys, or is NaN: nothing else that is finite."""
     planes, rng = filled(stream, 128, 200, Q8_0, Q8_0)
