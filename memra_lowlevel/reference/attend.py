@@ -61,9 +61,10 @@ def attend(
             if softcap:
                 scores = softcap * np.tanh(scores / softcap)
             extra = [] if sinks is None else [float(sinks[head])]
-            every = np.concatenate([scores, extra])
-            if every.size == 0:
+            if scores.size == 0:  # the sink has all weight, be it -inf
+                lse[row, head] = extra[0] if extra else -np.inf
                 continue
+            every = np.concatenate([scores, extra])
             top = every.max()
             weights = np.exp(every - top)
             total = weights.sum()

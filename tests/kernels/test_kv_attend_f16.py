@@ -12,6 +12,7 @@ from memra_lowlevel.compile import compile_file
 from memra_lowlevel.driver.host import host_options
 from memra_lowlevel.formats import BF16, E4M3, F16, F32, Q4_0, Q5_1, Q8_0
 from memra_lowlevel.kernels import kv_attend, kv_attend_f16, registry
+from memra_lowlevel.reference import attend as oracle
 
 BOUND = registry.spec("attend_f16").tolerance.value
 NEAR = 2e-6
@@ -240,6 +241,10 @@ def test_rows_without_keys(stream):
     sinks = normal(rng, 4)
     out, lse = planes.attend(q, lse=True, sinks=sinks, **F16_KERNEL)
     assert same(out, np.zeros_like(out)) and same(lse, np.stack([sinks, sinks]))
+    sinks[1] = -np.inf
+    out, lse = planes.attend(q, lse=True, sinks=sinks, **F16_KERNEL)
+    wanted = oracle.attend(q, *np.zeros((2, 0, 2, 64)), -1, base=100, sinks=sinks)
+    assert same(out, wanted[0].astype(np.float32)) and same(lse, wanted[1].astype(np.float32))
     planes.set_len(99, base=100)  # row 0 sees nothing, row 1 one key
     out, lse = planes.attend(q, lse=True, **F16_KERNEL)
     assert not out[0].any() and (lse[0] == -np.inf).all()
