@@ -68,24 +68,6 @@ __device__ __forceinline__ void widen(uint32_t four, uint32_t& low, uint32_t& hi
 #endif
 }
 
-// Four tiles of 8 rows of 16 bytes in shared memory, as load_across_x4 of common/fragments.cuh, but read
-// along the rows: with g = lane / 4 and t = lane % 4, out[i] is the 32-bit word number t of row g of tile i.
-__device__ __forceinline__ void load_along_x4(uint32_t* out, const uint8_t* base, int own, int pitch,
-                                              int odd, int upper) {
-#if MEMRA_CUDA
-    const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(base + own));
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-                 : "r"(at)
-                 : "memory");
-#else
-    const int lane = threadIdx.x % WARP_LANES;
-    const uint8_t* word = base + (lane / 4) * pitch + (lane % 4) * 4;
-    for (int i = 0; i < 4; ++i)
-        out[i] = *reinterpret_cast<const uint32_t*>(word + (i & 1) * odd + (i >> 1) * upper);
-#endif
-}
-
 // Fragments of 32 channels of 16 keys, [half of the channels][...]. `rows`: the channels of the first
 // key; `own`: lane_offset() of the lane.
 __device__ __forceinline__ int lane_offset(int lane, int pitch) {

@@ -74,7 +74,25 @@ __device__ __forceinline__ void load_across_x4(uint32_t* out, const uint8_t* bas
 #endif
 }
 
-// The same for two tiles; the rows that the upper 16 lanes name do not count.
+// Four tiles of 8 rows of 16 bytes in shared memory, as those of load_across_x4, but read
+// along the rows: with g = lane / 4 and t = lane % 4, out[i] is the 32-bit word number t of row g of tile i.
+__device__ __forceinline__ void load_along_x4(uint32_t* out, const uint8_t* base, int own, int pitch,
+                                              int odd, int upper) {
+#if MEMRA_CUDA
+    const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(base + own));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+                 : "r"(at)
+                 : "memory");
+#else
+    const int lane = threadIdx.x % WARP_LANES;
+    const uint8_t* word = base + (lane / 4) * pitch + (lane % 4) * 4;
+    for (int i = 0; i < 4; ++i)
+        out[i] = *reinterpret_cast<const uint32_t*>(word + (i & 1) * odd + (i >> 1) * upper);
+#endif
+}
+
+// As load_across_x4 for two tiles; the rows that the upper 16 lanes name do not count.
 __device__ __forceinline__ void load_across_x2(uint32_t* out, const uint8_t* base, int own,
                                                int pitch, int odd) {
 #if MEMRA_CUDA

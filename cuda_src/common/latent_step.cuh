@@ -49,24 +49,6 @@ __device__ __forceinline__ uint32_t warp_max_bits(float magnitude) {
 // The least e with magnitude < 2^e, or so; 129 for what is not finite.
 __device__ __forceinline__ int exponent_above(uint32_t bits) { return int(bits >> 23) - 126; }
 
-// As load_across_x4 of common/fragments.cuh, but read along the rows: with g = lane / 4 and
-// t = lane % 4, out[i] is the 32-bit word number t of row g of tile i.
-__device__ __forceinline__ void load_along_x4(uint32_t* out, const uint8_t* base, int own, int pitch,
-                                              int odd, int upper) {
-#if MEMRA_CUDA
-    const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(base + own));
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-                 : "r"(at)
-                 : "memory");
-#else
-    const int lane = threadIdx.x % WARP_LANES;
-    const uint8_t* word = base + (lane / 4) * pitch + (lane % 4) * 4;
-    for (int i = 0; i < 4; ++i)
-        out[i] = *reinterpret_cast<const uint32_t*>(word + (i & 1) * odd + (i >> 1) * upper);
-#endif
-}
-
 // A row of the plane: its bytes, the copy of it by a warp, and pieces of 4 channels.
 template <int F, int WIDTH>
 struct RawRow {
