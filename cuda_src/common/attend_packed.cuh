@@ -197,16 +197,9 @@ struct DigitSet {
 #pragma unroll
         for (int i = 0; i < D / 16; i++) {
             const float4 v = x[i / 2][i % 2];
-            uint32_t y[4] = {uint32_t(__float2int_rn(v.x * lift)), uint32_t(__float2int_rn(v.y * lift)),
-                             uint32_t(__float2int_rn(v.z * lift)), uint32_t(__float2int_rn(v.w * lift))};
-            // The sum carries into the next digit, the exclusion returns.
-#pragma unroll
-            for (int e = 0; e < 4; e++) y[e] = (y[e] + 0x00008080u) ^ 0x00008080u;
-            const uint32_t low01 = __byte_perm(y[0], y[1], 0x5140), low23 = __byte_perm(y[2], y[3], 0x5140);
-            const uint32_t top01 = __byte_perm(y[0], y[1], 0x0062), top23 = __byte_perm(y[2], y[3], 0x0062);
-            low[i / 2][i % 2] = __byte_perm(low01, low23, 0x5410);
-            high[i / 2][i % 2 * 2] = __byte_perm(top01, top23, 0x5410);
-            high[i / 2][i % 2 * 2 + 1] = __byte_perm(low01, low23, 0x7632);
+            const Digits digits(v, lift);
+            low[i / 2][i % 2] = digits.of[0];
+            high[i / 2][i % 2 * 2] = digits.of[2], high[i / 2][i % 2 * 2 + 1] = digits.of[1];
         }
         const float natural = power_of_two(above - DIGITS + 16) * fabsf(scale);
         factor = fmaxf(softcap > 0.0f ? natural : natural * LOG2_E, LEAST_FACTOR) + bad;

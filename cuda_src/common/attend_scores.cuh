@@ -47,16 +47,9 @@ __device__ __forceinline__ void take_query(WarpState<D, Q>& state, QueryTables<D
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const float4 v = raw.x[b][i];
-            // Digits from -128 to 127: the sum carries into the next digit, the exclusion returns.
-            uint32_t y[4] = {uint32_t(__float2int_rn(v.x * lift)), uint32_t(__float2int_rn(v.y * lift)),
-                             uint32_t(__float2int_rn(v.z * lift)), uint32_t(__float2int_rn(v.w * lift))};
-#pragma unroll
-            for (int e = 0; e < 4; e++) y[e] = (y[e] + 0x00008080u) ^ 0x00008080u;
-            const uint32_t low01 = __byte_perm(y[0], y[1], 0x5140), low23 = __byte_perm(y[2], y[3], 0x5140);
-            const uint32_t high01 = __byte_perm(y[0], y[1], 0x0062), high23 = __byte_perm(y[2], y[3], 0x0062);
-            const uint32_t digit0 = __byte_perm(low01, low23, 0x5410);
-            const uint32_t digit1 = __byte_perm(low01, low23, 0x7632);
-            high[i] = __byte_perm(high01, high23, 0x5410);
+            const Digits found(v, lift);
+            const uint32_t digit0 = found.of[0], digit1 = found.of[1];
+            high[i] = found.of[2];
             digits[i] = !THREE && odd ? digit1 : digit0;
             digits[2 + i] = THREE ? digit1 : odd ? 0u : high[i];
         }

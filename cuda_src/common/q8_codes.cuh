@@ -1,4 +1,5 @@
-// Codes of q8_0 rows in shared memory, whose blocks of 34 bytes begin at even addresses.
+// Codes of q8_0 rows in shared memory, whose blocks of 34 bytes begin at even addresses, and what they are
+// multiplied with: queries as whole numbers in digits of 8 bits.
 #pragma once
 #include "common/device.cuh"
 
@@ -34,3 +35,19 @@ __device__ __forceinline__ void load_codes(const uint8_t* own, uint32_t* codes) 
         codes[1] = *reinterpret_cast<const uint32_t*>(at + 4);
     }
 }
+
+// Digits from -128 to 127 of four numbers times `lift`, rounded, of at most 22 bits and a sign; a word a digit.
+struct Digits {
+    uint32_t of[3];
+    __device__ __forceinline__ Digits(const float4& v, float lift) {
+        uint32_t y[4] = {uint32_t(__float2int_rn(v.x * lift)), uint32_t(__float2int_rn(v.y * lift)),
+                         uint32_t(__float2int_rn(v.z * lift)), uint32_t(__float2int_rn(v.w * lift))};
+        // The sum carries into the next digit, the exclusion returns.
+#pragma unroll
+        for (int e = 0; e < 4; e++) y[e] = (y[e] + 0x00008080u) ^ 0x00008080u;
+        const uint32_t low01 = __byte_perm(y[0], y[1], 0x5140), low23 = __byte_perm(y[2], y[3], 0x5140);
+        const uint32_t high01 = __byte_perm(y[0], y[1], 0x0062), high23 = __byte_perm(y[2], y[3], 0x0062);
+        of[0] = __byte_perm(low01, low23, 0x5410), of[1] = __byte_perm(low01, low23, 0x7632);
+        of[2] = __byte_perm(high01, high23, 0x5410);
+    }
+};
