@@ -8,8 +8,8 @@
 //   the others  two parts of 11 bits, the second 2^11 times as large where it has sums of its own, so that it
 //               is in the range of f16 where the first is. q is lifted by a power of two a query.
 //
-// Tensor cores cut off low bits when they add: their sums go over 128 channels of a score, or the 32 keys of a
-// step, and from there on in f32.
+// Tensor cores cut off low bits when they add: their sums go over 128 channels of a score, or the warp's keys
+// of a step, and from there on in f32.
 //
 // p is held against a power of two, the query's reference. A masked key weighs exactly 0. No lane's
 // sum depends on another query.
@@ -52,7 +52,7 @@ struct QuerySet {
         most = fmaxf(most, __shfl_xor_sync(FULL_MASK, most, 1));
         most = fmaxf(most, __shfl_xor_sync(FULL_MASK, most, 2));
         int32_t above = int32_t(__float_as_uint(most) >> 23) - 126;  // |q| < 2^above
-        above = F == BF16 ? LIFTED : above < -90 ? -90 : above > 127 ? 127 : above;
+        above = F == BF16 ? LIFTED : above < -90 ? -90 : above > 128 ? 128 : above;
         const float lift = scale < 0.0f ? -power_of_two(LIFTED - above) : power_of_two(LIFTED - above);
 #pragma unroll
         for (int i = 0; i < D / 16; i++)

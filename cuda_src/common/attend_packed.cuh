@@ -38,7 +38,7 @@ struct Pieces {
     }
     // The channel of row g of a fragment, and before that of row g + 8; -1 if there is none.
     static __device__ __forceinline__ int channel(int tile, int g, int shift) {
-        if constexpr (F == Q5_1) {  // see load_words()
+        if constexpr (F == Q5_1) {  // see add_packed()
             return 32 * (tile / 2) + 2 * (tile / 2 % 2 ? g : g ^ 4) + 16 * (tile % 2);
         } else {
             const int piece = F == Q8_0 ? tile : tile / 2, word = 8 * piece + g - shift;
@@ -391,7 +391,7 @@ __device__ __forceinline__ void add_packed(Sums& sums, const StepTables<KF, VF, 
             }
         }
     } else {
-add_pieces<0, KF, VF, D, SETS, PITCH>(sums, tables, v, shift, lane, p);
+        add_pieces<0, KF, VF, D, SETS, PITCH>(sums, tables, v, shift, lane, p);
     }
 }
 

@@ -58,6 +58,18 @@ def keys_beyond_the_capacity_are_never_read(planes, q, kernel):
         assert out[:window].any(axis=(1, 2)).all() and not out[window:].any()
 
 
+def a_bad_query_spoils_itself_only(planes, q, kernel, **options):
+    planes.set_len(70)
+    clean = planes.attend(q, kernel=kernel, **options)
+    for value in (np.nan, np.inf, -np.inf):
+        wrong = q.copy()
+        wrong[1, 2, 5] = value
+        got = planes.attend(wrong, kernel=kernel, **options)
+        assert np.isnan(got[1, 2]).all()
+        got[1, 2] = clean[1, 2]
+        assert same(got, clean)
+
+
 def queries_at_the_end_of_the_range(planes, kernel, bound):
     """Few channels as large as f32 can be, whose scores are ordinary by a tiny scale."""
     q = np.zeros((1, 4, 128), np.float32)

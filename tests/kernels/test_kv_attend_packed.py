@@ -62,7 +62,7 @@ def test_scales_from_tiny_to_huge(stream, fmt):
         sizes = 2.0 ** np.round(np.linspace(*powers, 200))[:, None]
         minimum = sizes * rng.choice([-1.0, 1.0], (200, len(blocks))) if fmt is Q5_1 else None
         patched(planes, planes.v, fmt, np.arange(200), blocks, scale=sizes, minimum=minimum)
-        for size in (1.0, 3.0):  # a float's last bit of scores beyond 128 is the bound
+        for size in (1.0, 6.0):
             agree(planes, q * np.float32(size), 190, bound=BOUND)
         agree(planes, q, 190, bound=BOUND, window=70)
     steps = 2.0 ** rng.integers(-24, 16, (200, len(blocks)))  # any beside any
@@ -185,18 +185,9 @@ def test_a_bad_scale_of_a_key_spoils_the_rows_that_see_it(stream):
 @kinds
 def test_a_bad_query_spoils_itself_only(stream, k_format, v_format):
     planes, rng = filled(stream, 64, 100, k_format, v_format)
-    heads = planes.n_kv_heads
-    q = normal(rng, 3, 2 * heads, 64)
-    planes.set_len(70)
+    q = normal(rng, 3, 2 * planes.n_kv_heads, 64)
     for options in ({}, {"softcap": 4.0}):
-        clean = planes.attend(q, **F16_KERNEL, **options)
-        for value in (np.nan, np.inf, -np.inf):
-            wrong = q.copy()
-            wrong[1, 2, 5] = value
-            got = planes.attend(wrong, **F16_KERNEL, **options)
-            assert np.isnan(got[1, 2]).all()
-            got[1, 2] = clean[1, 2]
-            assert same(got, clean)
+        attend_bits.a_bad_query_spoils_itself_only(planes, q, "f16", **options)
 
 
 @kinds
