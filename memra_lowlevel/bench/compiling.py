@@ -91,7 +91,7 @@ def default_set(device: Device | None = None) -> list[KernelSpec]:
     Of each pair what its appends take, and for each head size what one row takes of the attention
     kernel that :func:`.kv_attend.choose` names, for groups of up to 4. What more rows or other
     numbers of heads take in addition, a ``prepare`` compiles. Of the other families of a decoder
-    step everything that is registered, but weights of f32, which are for tests.
+    step everything that is registered.
 
     Parameters
     ----------
@@ -114,8 +114,7 @@ def default_set(device: Device | None = None) -> list[KernelSpec]:
             found = [name for source, name in asked if of_it.match(name) and source == spec.source]
             chosen += [replace(spec, entry=name, instances=({},)) for name in found]
         elif spec.source.split("/")[0] in ("kv", "model", "speculative"):
-            kept = [i for i in spec.instances if "TileF32" not in i.values()]
-            chosen.append(replace(spec, instances=tuple(kept)))
+            chosen.append(spec)
     return chosen
 
 

@@ -56,8 +56,7 @@ def test_every_other_kernel_of_a_step_is_in_it(found):
     for spec in registry.all_specs():
         family = spec.source.partition("/")[0]
         if family in ("model", "speculative") or spec.name in ("append_heads", "move_rows"):
-            wanted = {name for name in spec.expressions if "TileF32" not in name}
-            assert wanted and set(spec.expressions) & found == wanted, spec.name
+            assert set(spec.expressions) <= found, spec.name
         if family in ("latent", "recur", "layer_kv", "bench"):
             assert not set(spec.expressions) & found, spec.name
 
