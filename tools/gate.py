@@ -139,6 +139,30 @@ FAULTS = (
         ("tests/kernels/test_kv_attend_mma.py::test_lengths_around_every_edge",),
     ),
     Fault(
+        "pieces-lost", "of rows that no bulk copy takes every other piece is left out",
+        "cuda_src/common/pipeline.cuh",
+        "x = int(i % PIECES) * PIECE;", "x = int(i % PIECES) / 2 * 2 * PIECE;",
+        ("tests/kernels/test_kv_attend_mma.py::test_rows_that_no_bulk_copy_takes",),
+    ),
+    Fault(
+        "slice-without-end", "what lies behind a slice of V is read as it was found",
+        "cuda_src/kv/attend_f16.cu",
+        "*reinterpret_cast<uint32_t*>(v + SLICE_V + i % WORDS * 4) = 0u;", "(void)v;",
+        ("tests/kernels/test_kv_attend_packed.py::test_rows_that_no_bulk_copy_takes_are_clean",),
+    ),
+    Fault(
+        "wild-is-normal", "a minimum that is not finite counts for the size of its key's scales",
+        "cuda_src/common/attend_packed.cuh",
+        "VF == Q5_1 && !is_wild(m[b]) &&", "VF == Q5_1 &&",
+        ("tests/kernels/test_kv_attend_packed.py::test_a_bad_block_does_not_lift_its_neighbours",),
+    ),
+    Fault(
+        "workspace-of-many", "a workspace forgets that few channels make more chunks",
+        "memra_lowlevel/kernels/kv_attend.py",
+        "few = 2 if n_heads", "few = 1 if n_heads",
+        ("tests/kernels/test_kv_attend.py::test_a_workspace_that_names_no_kernel_is_enough_for_all",),
+    ),
+    Fault(
         "rounds-mixed", "rows whose chunks differ are taken together",
         "cuda_src/common/attend_walk.cuh",
         "if (chunk_keys(keys.y - keys.x, block.n_parts) != chunk) break;", "",
@@ -153,7 +177,13 @@ FAULTS = (
     Fault(
         "wild-times-zero", "a value that is not finite spoils rows that do not see it",
         "cuda_src/common/attend_f16_step.cuh",
-        "two &= ~halves, wild |= halves;", "wild |= halves;",
+        "two &= ~halves;", "",
+        ("tests/kernels/test_kv_attend_f16.py::test_one_bad_value_spoils_its_channel_only",),
+    ),
+    Fault(
+        "wild-unseen", "nobody looks for values that are not finite",
+        "cuda_src/common/attend_f16_step.cuh",
+        "return (wild & 0x80008000u) != 0u;", "return false;",
         ("tests/kernels/test_kv_attend_f16.py::test_one_bad_value_spoils_its_channel_only",),
     ),
     Fault(

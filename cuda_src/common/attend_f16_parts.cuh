@@ -35,6 +35,11 @@ __host__ __device__ constexpr int lift_of() { return F == Q8_0 ? 7 : F == Q5_1 ?
 template <int F>
 __host__ __device__ constexpr int top_of_weights() { return F == BF16 ? 0 : 15 - lift_of<F>(); }
 constexpr int ROOM = 3;
+// Where a row's scales are all subnormal f16 they are multiplied with 2^LOWER, and its weights divided: tensor
+// cores line products up by their exponent fields, and cut off what then is low. The greatest weight stays
+// above 1, and so both its parts in the range of f16.
+template <int F>
+__host__ __device__ constexpr int lower_of() { return top_of_weights<F>() - ROOM - 1; }
 
 // What a decoded number is to be multiplied with: without an instruction for it, e4m3 is moved to f16
 // bit by bit, which leaves its exponent 8 too small.

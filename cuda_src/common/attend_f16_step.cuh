@@ -202,12 +202,78 @@ __device__ __forceinline__ void raise(WarpState<KF, VF, D, SETS>& state, int s, 
 template <int F>
 constexpr uint32_t ONE = F == BF16 ? 0x3F80u : 0x3C00u;
 
-// Makes NaN of the sums that see a value which is not finite, in a step that some query does not see
-// wholly. `own_key`: this lane's first key; seen(set): the keys that the lane group's query sees.
-template <int PITCH, int KF, int VF, int D, int SETS, class Seen>
-__device__ __forceinline__ void spoil(WarpState<KF, VF, D, SETS>& state, const uint8_t* v, int own,
-                                      int32_t own_key, Seen seen) {
-    constexpr int HALVES = 2 / halves_of<KF, VF>();  // of a step, that are the warp's
+// Adds the products of a fragment of values, a: [half of the keys][word].
+template <int VF, int SETS, int HALVES>
+__device__ __forceinline__ void add_fragment(float (&sums)[4], const uint32_t (&a)[HALVES][4],
+                                             const uint32_t (&p)[weight_parts<VF>()][HALVES][2]) {
+    float first[4] = {0.0f, 0.0f, 0.0f, 0.0f}, second[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int part = weight_parts<VF>() - 1; part >= 0; part--)  // the smallest first
+#pragma unroll
+        for (int half = 0; half < HALVES; half++) {
+            float* const sum = part == 0 ? first : second;
+            multiply<VF>(sum, a[half], p[part][half], sum);
+        }
+#pragma unroll
+    for (int r = 0; r < 4; r++) sums[r] = add_parts<VF>(sums[r], first[r], second[r]);
+}
+
+// Loads the values of 32 channels, [tile of channels][half of the keys][word].
+template <int VF, int PITCH, int HALVES>
+__device__ __forceinline__ void load_step(uint32_t (&a)[2][HALVES][4], const uint8_t* v, int own) {
+#pragma unroll
+    for (int half = 0; half < HALVES; half++) {
+        uint32_t two[2][4];
+        load_values<VF>(two, v + half * 16 * PITCH, own, PITCH);
+#pragma unroll
+        for (int i = 0; i < 8; i++) a[i / 4][half][i % 4] = two[i / 4][i % 4];
+    }
+}
+
+// Adds the values of a step; p: parts of the weights, [set][part][half of the keys][word].
+template <int PITCH, int KF, int VF, int D, int SETS, int HALVES>
+__device__ __forceinline__ void add_values(WarpState<KF, VF, D, SETS>& state, const uint8_t* v, int own,
+                                           const uint32_t (&p)[SETS][weight_parts<VF>()][HALVES][2]) {
+#pragma unroll
+    for (int both = 0; both < D / 32; both++) {
+        uint32_t a[2][HALVES][4];
+        load_step<VF, PITCH>(a, v + both * 32 * element_bytes<VF>(), own);
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int s = 0; s < SETS; s++)
+                add_fragment<VF, SETS>(state.sums[s][2 * both + i], a[i], p[s]);
+    }
+}
+
+// Whether this lane meets a value that is not finite.
+template <int VF, int D, int PITCH, int HALVES>
+__device__ __forceinline__ bool meets_wild(const uint8_t* v, int own) {
+    uint32_t wild = 0u;
+#pragma unroll 1
+    for (int both = 0; both < D / 32; both++) {
+        uint32_t a[2][HALVES][4];
+        load_step<VF, PITCH>(a, v + both * 32 * element_bytes<VF>(), own);
+#pragma unroll
+        for (int i = 0; i < 8 * HALVES; i++) {
+            constexpr uint32_t EXPONENTS = VF == BF16 ? 0x7F807F80u : 0x7C007C00u;
+            constexpr uint32_t LAST = VF == BF16 ? 0x00800080u : 0x04000400u;
+            // An exponent of ones carries into the sign.
+            wild |= (a[i / 4 / HALVES][i / 4 % HALVES][i % 4] & EXPONENTS) + LAST;
+        }
+    }
+    return (wild & 0x80008000u) != 0u;
+}
+
+// As add_values() in a step that some query does not see wholly: a value that is not finite, which a weight
+// of 0 would not make 0, counts as 0, and makes NaN of the sums that see it. `own_key`: this lane's first key;
+// seen(set): the keys that the lane group's query sees. It is rare, and so small instead of fast: the sums
+// pass by.
+template <int PITCH, int KF, int VF, int D, int SETS, int HALVES, class Seen>
+__device__ __forceinline__ void add_wild_values(WarpState<KF, VF, D, SETS>& state, const uint8_t* v,
+                                                int own,
+                                                const uint32_t (&p)[SETS][weight_parts<VF>()][HALVES][2],
+                                                int32_t own_key, Seen seen) {
     uint32_t ones[SETS][HALVES][2];  // where a query sees a key
 #pragma unroll
     for (int s = 0; s < SETS; s++) {
@@ -219,80 +285,45 @@ __device__ __forceinline__ void spoil(WarpState<KF, VF, D, SETS>& state, const u
                                     (at + 1 >= keys.x && at + 1 < keys.y ? ONE<VF> << 16 : 0u);
         }
     }
-    uint64_t bad[SETS] = {};  // a bit for each sum
 #pragma unroll 1
     for (int both = 0; both < D / 32; both++) {
+        uint32_t a[2][HALVES][4], wild[2][HALVES][4];
+        load_step<VF, PITCH>(a, v + both * 32 * element_bytes<VF>(), own);
 #pragma unroll
-        for (int half = 0; half < HALVES; half++) {
-            uint32_t a[2][4];
-            load_values<VF>(a, v + half * 16 * PITCH + both * 32 * element_bytes<VF>(), own, PITCH);
+        for (int i = 0; i < 8 * HALVES; i++) {
+            uint32_t& two = a[i / 4 / HALVES][i / 4 % HALVES][i % 4];
+            const uint32_t halves = wild_halves<VF>(two);
+            two &= ~halves;
+            wild[i / 4 / HALVES][i / 4 % HALVES][i % 4] = halves & (ONE<VF> | ONE<VF> << 16);
+        }
+#pragma unroll
+        for (int s = 0; s < SETS; s++) {
+            float sums[2][4];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
+                float met[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-                for (int e = 0; e < 4; e++)
-                    a[i][e] = wild_halves<VF>(a[i][e]) & (ONE<VF> | ONE<VF> << 16);
+                for (int half = 0; half < HALVES; half++)
+                    multiply<VF>(met, wild[i][half], ones[s][half], met);
 #pragma unroll
-                for (int s = 0; s < SETS; s++) {
-                    float met[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-                    multiply<VF>(met, a[i], ones[s][half], met);
+                for (int r = 0; r < 4; r++) sums[i][r] = state.sums[s][i][r];
+                add_fragment<VF, SETS>(sums[i], a[i], p[s]);
 #pragma unroll
-                    for (int r = 0; r < 4; r++)
-                        bad[s] |= uint64_t(met[r] > 0.0f) << (8 * both + 4 * i + r);
-                }
+                for (int r = 0; r < 4; r++)
+                    if (met[r] > 0.0f) sums[i][r] = NAN_F32;
             }
+#pragma unroll
+            for (int i = 0; i < D / 4 - 8; i++)
+                state.sums[s][i / 4][i % 4] = state.sums[s][i / 4 + 2][i % 4];
+#pragma unroll
+            for (int i = 0; i < 8; i++) state.sums[s][D / 16 - 2 + i / 4][i % 4] = sums[i / 4][i % 4];
         }
     }
-#pragma unroll
-    for (int s = 0; s < SETS; s++)
-#pragma unroll
-        for (int i = 0; i < D / 4; i++)
-            if (bad[s] >> i & 1) state.sums[s][i / 4][i % 4] = NAN_F32;
-}
-
-// Adds the values of a step; p: parts of the weights, [set][part][half of the keys][word]. With GUARDED,
-// what is not finite counts as 0, which a weight of 0 would not make it; returns whether this lane met it.
-template <bool GUARDED, int PITCH, int KF, int VF, int D, int SETS, int HALVES>
-__device__ __forceinline__ bool add_values(WarpState<KF, VF, D, SETS>& state, const uint8_t* v, int own,
-                                           const uint32_t (&p)[SETS][weight_parts<VF>()][HALVES][2]) {
-    uint32_t wild = 0u;
-#pragma unroll
-    for (int both = 0; both < D / 32; both++) {
-        uint32_t a[HALVES][2][4];  // [half of the keys][tile of channels]
-#pragma unroll
-        for (int half = 0; half < HALVES; half++)
-            load_values<VF>(a[half], v + half * 16 * PITCH + both * 32 * element_bytes<VF>(), own,
-                            PITCH);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            if constexpr (GUARDED) {
-#pragma unroll
-                for (int e = 0; e < 4 * HALVES; e++) {
-                    uint32_t& two = a[e / 4][i][e % 4];
-                    const uint32_t halves = wild_halves<VF>(two);
-                    two &= ~halves, wild |= halves;
-                }
-            }
-#pragma unroll
-            for (int s = 0; s < SETS; s++) {
-                float first[4] = {0.0f, 0.0f, 0.0f, 0.0f}, second[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-                for (int part = weight_parts<VF>() - 1; part >= 0; part--)  // the smallest first
-#pragma unroll
-                    for (int half = 0; half < HALVES; half++) {
-                        float* const sum = part == 0 ? first : second;
-                        multiply<VF>(sum, a[half][i], p[s][part][half], sum);
-                    }
-                float* const sums = state.sums[s][2 * both + i];
-#pragma unroll
-                for (int r = 0; r < 4; r++) sums[r] = add_parts<VF>(sums[r], first[r], second[r]);
-            }
-        }
-    }
-    return wild != 0u;
 }
 
 // Adds a warp's keys of a step, from `key` on, to the sums. k, v: their rows, at the head; skew: bytes of v
-// behind a piece of 16; shared: fragments of q; masked: some query does not see some key; seen as in spoil().
+// behind a piece of 16; shared: fragments of q; masked: some query does not see some key; seen as in
+// add_wild_values().
 // The lanes have met since the step before, whose tables they read.
 template <int PITCH_K, int PITCH_V, int KF, int VF, int D, int SETS, class Seen>
 __device__ __forceinline__ void step(WarpState<KF, VF, D, SETS>& state, const uint8_t* k, const uint8_t* v,
@@ -374,10 +405,14 @@ __device__ __forceinline__ void step(WarpState<KF, VF, D, SETS>& state, const ui
             for (int s = 0; s < SETS; s++) keys[s] = seen_bits(seen(s), key);
             spoil_packed<KF, VF, D, SETS>(state.sums, tables, lane, skew / 2, keys);
         }
-    } else if (const int own_v = lane_offset(lane, PITCH_V); masked) {
-        const bool wild = add_values<true, PITCH_V>(state, v, own_v, p);
-        if (__any_sync(FULL_MASK, wild)) spoil<PITCH_V>(state, v, own_v, own_key, seen);
     } else {
-        add_values<false, PITCH_V>(state, v, own_v, p);
+        const int own_v = lane_offset(lane, PITCH_V);
+        bool wild = false;
+        if (masked) {
+            const bool met = meets_wild<VF, D, PITCH_V, OWN_TILES / 2>(v, own_v);
+            wild = __any_sync(FULL_MASK, met);
+        }
+        if (wild) add_wild_values<PITCH_V>(state, v, own_v, p, own_key, seen);
+        else add_values<PITCH_V>(state, v, own_v, p);
     }
 }

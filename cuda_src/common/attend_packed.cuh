@@ -119,21 +119,27 @@ __device__ __forceinline__ uint32_t fill_tables(StepTables<KF, VF, D>& tables, c
             const uint32_t size = d[b] & 0x7FFFu;
             most = size > most ? size : most;
         }
-        // From there on d * code would leave the range of f16.
-        constexpr uint32_t LIMIT = VF == Q8_0 ? 0x6000u : VF == Q5_1 ? 0x6800u : 0x7000u;
-        if (__any_sync(FULL_MASK, most >= LIMIT || masked)) {
-            int big = 0;
+        // From there on d * code would leave the range of f16; below, d has fewer bits than others.
+        constexpr uint32_t LIMIT = VF == Q8_0 ? 0x6000u : VF == Q5_1 ? 0x6800u : 0x7000u, NORMAL = 0x0400u;
+        if (__any_sync(FULL_MASK, most - NORMAL >= LIMIT - NORMAL || masked)) {
+            int rank = 0;  // of the largest of the key: 0 too small, 1 as it should be, 2 too large
 #pragma unroll
-            for (int b = 0; b < SHARE; b++) big |= !is_wild(d[b]) && (d[b] & 0x7FFFu) >= LIMIT;
-            big |= __shfl_xor_sync(FULL_MASK, big, OWN);
-            constexpr float LIFT = float(1 << lift_of<VF>());
-            if (first == 0) tables.lift[place] = big ? LIFT : 1.0f;
-            if (__any_sync(FULL_MASK, big)) found = LIFTED_KEYS;
+            for (int b = 0; b < SHARE; b++) {
+                const uint32_t size = d[b] & 0x7FFFu;
+                const int of_d = is_wild(size) ? 0 : size >= LIMIT ? 2 : size >= NORMAL ? 1 : 0;
+                const int of_m = VF == Q5_1 && !is_wild(m[b]) && (m[b] & 0x7FFFu) >= NORMAL ? 1 : 0;
+                rank = max(rank, max(of_d, of_m));
+            }
+            rank = max(rank, __shfl_xor_sync(FULL_MASK, rank, OWN));
+            constexpr float LIFT = float(1 << lift_of<VF>()), LOWER = 1.0f / float(1 << lower_of<VF>());
+            if (first == 0) tables.lift[place] = rank == 2 ? LIFT : rank == 1 ? 1.0f : LOWER;
+            if (__any_sync(FULL_MASK, rank != 1)) found = LIFTED_KEYS;
+            const float by = rank == 2 ? 1.0f / LIFT : 1.0f / LOWER;
 #pragma unroll
             for (int b = 0; b < SHARE; b++) {
                 const bool wild = is_wild(d[b]) || is_wild(m[b]);
-                if (big) d[b] = f32_to_f16(f16_to_f32(uint16_t(d[b])) * (1.0f / LIFT));
-                if (big) m[b] = f32_to_f16(f16_to_f32(uint16_t(m[b])) * (1.0f / LIFT));
+                if (rank != 1) d[b] = f32_to_f16(f16_to_f32(uint16_t(d[b])) * by);
+                if (rank != 1) m[b] = f32_to_f16(f16_to_f32(uint16_t(m[b])) * by);
                 if (!masked) continue;
                 const uint32_t keys = __ballot_sync(FULL_MASK, wild);
                 if (lane == 0) tables.wild[b] = keys & 0xFFFFu, tables.wild[SHARE + b] = keys >> OWN;

@@ -161,7 +161,8 @@ __device__ __forceinline__ void begin_chunk(WarpState<D, Q>& state, WarpTables<D
 template <int TEAM>
 __device__ __forceinline__ void team_barrier(int team) {
 #if MEMRA_CUDA
-    asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(TEAM * WARP_LANES) : "memory");
+    if constexpr (TEAM == 1) __syncwarp();
+    else asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(TEAM * WARP_LANES) : "memory");
 #else
     __syncthreads();
 #endif

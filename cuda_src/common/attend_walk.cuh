@@ -32,14 +32,14 @@ struct Plane {
                                      const int32_t* len_d, const int32_t* base_d,
                                      const uint64_t* table, int row, int32_t window,
                                      int32_t counted, int32_t capacity)
-        : window(window), capacity(capacity) {
+        : window(window > 0 ? window : 0x7FFFFFFF), capacity(capacity) {
         const RowView view = row_view(k_plane, v_plane, len_d, base_d, table, row);
         k = view.k, v = view.v;
         bound = int32_t(view.slot) + 1 - counted, base = int32_t(view.base);
     }
     __device__ __forceinline__ int2 seen(int r) const {
         const int32_t behind = bound + r;
-        const int32_t first = window > 0 && behind > window ? behind - window : 0;
+        const int32_t first = behind > window ? behind - window : 0;
         const int32_t limit = behind - base < capacity ? behind : base + capacity;
         const int32_t end = limit > base ? limit : base;
         const int32_t start = first > base ? first : base;

@@ -76,3 +76,16 @@ inline void cp_async_wait() {
 inline void cp_async_wait_all() { memra_copy_wait(memra::context(), ~0u); }
 
 #endif
+
+// Asks for N rows of SLICE bytes, in pieces as large as their addresses allow; `from(r)` is where row r
+// begins. All threads take part; thread: threadIdx.x.
+template <int N, int SLICE, int PITCH, class From>
+static __device__ __forceinline__ void copy_rows(uint8_t* to, uint32_t thread, From from) {
+  constexpr int PIECE = SLICE % 16 == 0 ? 16 : SLICE % 8 == 0 ? 8 : 4, PIECES = SLICE / PIECE;
+  static_assert(SLICE % PIECE == 0 && PITCH % PIECE == 0, "pieces are whole");
+#pragma unroll 1
+  for (uint32_t i = thread; i < N * PIECES; i += blockDim.x) {
+    const int r = int(i / PIECES), x = int(i % PIECES) * PIECE;
+    cp_async<PIECE>(to + r * PITCH + x, from(r) + x);
+  }
+}

@@ -24,12 +24,24 @@ constexpr int COPY_BEST = COPY_BULK;
 constexpr int COPY_BEST = COPY_ASYNC;
 #endif
 
-// Warps of a block at most, by the registers they need: 8 queries keep one warp of a head busy, or two, and
-// more of them take a second set first, where registers hold one.
+// Bulk copies want addresses that are multiples of 16.
+template <int KF, int VF, int D, int HEADS>
+__host__ __device__ constexpr bool is_whole() {
+    return HEADS * (D / 32) * block_bytes<KF>() % 16 == 0 && HEADS * (D / 32) * block_bytes<VF>() % 16 == 0;
+}
+
+// Warps of a block at most, by what its shared memory feeds and the registers they need: 8 queries keep one
+// warp of a head busy, or two, and more of them take a second set first, where registers hold one.
+#if MEMRA_CUDA && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
+constexpr int WORKERS = 8;
+#else
+constexpr int WORKERS = 16;
+#endif
 template <int KF, int VF, int D, int SETS, int HEADS>
 __host__ __device__ constexpr int most_warps() {
     constexpr int HALVES = halves_of<KF, VF>(), MOST_SETS = D <= (KF == BF16 ? 64 : 128) ? 2 : 1;
-    return HALVES == 1 || MOST_SETS == 1 || D * SETS > 128 ? 8 : SETS == 1 ? HALVES * HEADS : 16;
+    if (HALVES == 1 || MOST_SETS == 1 || D * SETS > 128) return 8;
+    return SETS > 1 || HALVES * HEADS > 8 ? WORKERS : 8;
 }
 
 // What a warp keeps in shared memory: the round that it is in; that of the steps it asks for, and where
@@ -93,11 +105,12 @@ __device__ __forceinline__ void end_chunk(const WarpState<KF, VF, D, SETS>& stat
 //
 // Grid (x: any number of blocks, which share the chunks; n_kv_heads / HEADS; query blocks),
 // HEADS * teams_per_head * halves_of<KF, VF>() warps. A query block is teams_per_head * SETS * 8
-// queries of all n_rows * group, or with a table of one row's group. Slices of HEADS heads and whole
-// rows of K and V are multiples of 16 bytes, planes and q are 16-byte aligned. n_parts: chunks that
+// queries of all n_rows * group, or with a table of one row's group. With COPY_BULK slices of HEADS heads
+// and whole rows of K and V are multiples of 16 bytes; planes and q are 16-byte aligned. n_parts: chunks that
 // hold what a row sees; the same for all launches over a plane. tiled: k_map and v_map describe the
 // planes, with boxes of STEP rows as wide as a stage's. Other parameters as in kv/attend.cu.
-template <int KF, int VF, int D, int SETS, int HEADS, int STAGES, int COPY = COPY_BEST>
+template <int KF, int VF, int D, int SETS, int HEADS, int STAGES,
+          int COPY = is_whole<KF, VF, D, HEADS>() ? COPY_BEST : COPY_ASYNC>
 __global__ void __launch_bounds__(most_warps<KF, VF, D, SETS, HEADS>() * WARP_LANES, 1)
     attend_f16(const float* __restrict__ q, const uint8_t* NULLABLE k_plane,
                const uint8_t* NULLABLE v_plane, int32_t n_rows, int32_t n_kv_heads, int32_t group,
@@ -110,7 +123,6 @@ __global__ void __launch_bounds__(most_warps<KF, VF, D, SETS, HEADS>() * WARP_LA
     constexpr int HEAD_K = D / 32 * block_bytes<KF>(), HEAD_V = D / 32 * block_bytes<VF>();
     constexpr int SLICE_K = HEADS * HEAD_K, SLICE_V = HEADS * HEAD_V;
     constexpr int PITCH_K = stage_pitch_k<KF>(SLICE_K), PITCH_V = stage_pitch_v<VF>(SLICE_V);
-    static_assert(SLICE_K % 16 == 0 && SLICE_V % 16 == 0, "copies are of 16 bytes");
     constexpr int STAGE = STEP * (PITCH_K + PITCH_V);
     DYN_SMEM(uint8_t, shared);
     // Told to be the same for the lanes of a warp, it makes addresses cheap.
@@ -150,6 +162,15 @@ __global__ void __launch_bounds__(most_warps<KF, VF, D, SETS, HEADS>() * WARP_LA
             place.v = STEP * PITCH_K + half * (STEP / HALVES) * PITCH_V + head * HEAD_V;
             place.half = half;
         }
+        if constexpr (is_packed<VF>() && SLICE_V % 16 != 0) {
+            // Rows are read across in whole pieces: what lies behind a slice should be something.
+            constexpr int WORDS = (16 - SLICE_V % 16) / 4;
+            for (int i = threadIdx.x; i < STAGES * STEP * WORDS; i += int(blockDim.x)) {
+                const int row = i / WORDS, stage = row / STEP;
+                uint8_t* const v = shared + stage * STAGE + STEP * PITCH_K + row % STEP * PITCH_V;
+                *reinterpret_cast<uint32_t*>(v + SLICE_V + i % WORDS * 4) = 0u;
+            }
+        }
         await_predecessor();
         admit_successor();  // which reads counters before it waits
         if (threadIdx.x == 0) {
@@ -186,15 +207,12 @@ __global__ void __launch_bounds__(most_warps<KF, VF, D, SETS, HEADS>() * WARP_LA
                 tile_copy(v, v_map, blockIdx.y * (SLICE_V / 8), ahead.key - block.plane.base, bar);
             }
         } else {
-#pragma unroll 1
-            for (int r = warp; r < STEP; r += n_workers) {
-                const int64_t at = ahead.key_near(place.ahead, r);
-                const uint8_t* const from_k = block.plane.k + at * block.row_k;
-                const uint8_t* const from_v = block.plane.v + at * block.row_v - SLICE_K;
-                for (int x = lane * 16; x < SLICE_K + SLICE_V; x += WARP_LANES * 16)
-                    cp_async<16>(x < SLICE_K ? k + r * PITCH_K + x : v + r * PITCH_V + x - SLICE_K,
-                                 x < SLICE_K ? from_k + x : from_v + x);
-            }
+            copy_rows<STEP, SLICE_K, PITCH_K>(k, kept(threadIdx.x), [&](int r) {
+                return block.plane.k + int64_t(ahead.key_near(place.ahead, r)) * block.row_k;
+            });
+            copy_rows<STEP, SLICE_V, PITCH_V>(v, kept(threadIdx.x), [&](int r) {
+                return block.plane.v + int64_t(ahead.key_near(place.ahead, r)) * block.row_v;
+            });
         }
         __syncwarp();
     };

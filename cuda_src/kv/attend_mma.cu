@@ -30,6 +30,9 @@ constexpr int WORKERS = 8;
 #else
 constexpr int WORKERS = 16;
 #endif
+// Bulk copies want addresses that are multiples of 16, of K too.
+template <int D, int HEADS>
+__host__ __device__ constexpr bool is_whole() { return HEADS * (D / 32) * K_BLOCK_BYTES % 16 == 0; }
 constexpr float LN_2 = 0.6931471805599453f;
 
 // What a warp needs now and then, in shared memory: registers are scarce.
@@ -129,12 +132,12 @@ __device__ __forceinline__ void end_chunk(const WarpState<D, Q>& state, const Wa
 //
 // Grid (x: any number of blocks, which share the chunks; n_kv_heads / HEADS; query blocks),
 // HEADS * teams_per_head * D / 64 warps. A query block is teams_per_head * Q queries of all n_rows *
-// group, or with a table of one row's group. Slices of HEADS heads and whole rows of K and V are multiples
-// of 16 bytes, planes and q are 16-byte aligned. n_parts: chunks that hold what a row sees; the same for
+// group, or with a table of one row's group. With COPY_BULK slices of HEADS heads and whole rows of K are
+// multiples of 16 bytes; planes and q are 16-byte aligned. n_parts: chunks that hold what a row sees; the same for
 // all launches over a plane. A chunk of more than 2^17 keys could overflow its sums. tiled: k_map and
 // v_map describe the planes, with boxes of STEP rows as wide as a stage's. Other parameters as in
 // kv/attend.cu.
-template <int D, int Q, int HEADS, int COPY = COPY_BEST>
+template <int D, int Q, int HEADS, int COPY = is_whole<D, HEADS>() ? COPY_BEST : COPY_ASYNC>
 __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
     attend_mma(const float* __restrict__ q, const uint8_t* NULLABLE k_plane,
                const uint8_t* NULLABLE v_plane, int32_t n_rows, int32_t n_kv_heads, int32_t group,
@@ -240,16 +243,16 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
             bulk_copy(k + lane * pitch_k, place.plane.k + at * row_k, slice_k, full + slot);
             bulk_copy(v + lane * pitch_v, place.plane.v + at * row_v, slice_v, full + slot);
         } else {
-#pragma unroll 1
-            for (int r = warp; r < STEP; r += n_workers) {
-                int32_t at = key + r < last ? key + r : last;
-                at = at > low ? at : low;
-                const uint8_t* const from_k = place.plane.k + at * row_k;
-                const uint8_t* const from_v = place.plane.v + at * row_v - slice_k;
-                for (int x = lane * 16; x < slice_k + slice_v; x += WARP_LANES * 16)
-                    cp_async<16>(x < slice_k ? k + r * pitch_k + x : v + r * pitch_v + x - slice_k,
-                                 x < slice_k ? from_k + x : from_v + x);
-            }
+            const auto near = [&](int r) {
+                const int32_t at = key + r < last ? key + r : last;
+                return at > low ? at : low;
+            };
+            copy_rows<STEP, slice_k, pitch_k>(k, kept(threadIdx.x), [&](int r) {
+                return place.plane.k + near(r) * row_k;
+            });
+            copy_rows<STEP, slice_v, pitch_v>(v, kept(threadIdx.x), [&](int r) {
+                return place.plane.v + near(r) * row_v;
+            });
         }
     };
 

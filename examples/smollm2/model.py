@@ -28,7 +28,10 @@ class KvPlane(KvRows, Protocol):
     def reserve(self, stream: Stream, n: int) -> None:
         """Refuse unless ``n`` rows fit behind the plane's length."""
 
-    def attend(self, stream: Stream, q: Buffer, out: Buffer, *, programmatic: bool = False) -> None:
+    def attend(
+        self, stream: Stream, q: Buffer, out: Buffer, *,
+        kernel: str | None = None, programmatic: bool = False,
+    ) -> None:  # fmt: skip
         """Attention of rows that were just appended, each over all rows up to its own."""
 
 
@@ -120,6 +123,8 @@ class Model:
     tokenizer : Tokenizer
     device : Device
     layers : list of Layer
+    attend_kernel : str or None
+        Kernel of attention, one for all rows since bits differ; None for the library's choice.
     """
 
     def __init__(
@@ -146,9 +151,11 @@ class Model:
         if "output.weight" in weights.tensors:
             head = weights["output.weight"]
             self.head = TiledMatrix.upload(device, stream, head.rows, head.format)
-        self.angles = device.from_numpy(
-            rope_table(self.config, max_ctx or self.config.max_ctx, weights), stream
-        )
+        max_ctx = max_ctx or self.config.max_ctx
+        self.angles = device.from_numpy(rope_table(self.config, max_ctx, weights), stream)
+        # Over some hundred tokens of few channels one launch is faster than two on tensor cores.
+        short = max_ctx <= 1024 and self.config.kv_dim <= 256
+        self.attend_kernel = "simt" if short else None
 
     @classmethod
     def load(
@@ -250,7 +257,7 @@ class Model:
                     kv_dim=config.kv_dim, column=column, programmatic=chained,
                 )  # fmt: skip
                 column, chained = column + matrix.n_out, True
-            plane.attend(stream, q, attended, programmatic=True)
+            plane.attend(stream, q, attended, kernel=self.attend_kernel, programmatic=True)
             ops.add_product(stream, layer.out, ws.attended, ws.h, n_rows, programmatic=True)
             ops.gate_up_rows(
                 stream, layer.gate, layer.up, ws.h, layer.ffn_norm, ws.gated, n_rows, eps,

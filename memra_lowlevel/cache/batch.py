@@ -139,7 +139,7 @@ class KvBatch(Closing):
         n_heads = q.shape[1] if len(q.shape) == 3 else 1
         n_bytes = kv_attend.workspace_bytes(
             first.device, self.n_rows, n_heads, first.head_dim_v, first.rows, window=window,
-            ring=True,
+            ring=True, kernel=options.get("kernel"),
         )  # fmt: skip
         try:
             kv_attend.attend(

@@ -285,6 +285,7 @@ class KvLayer(OneLength):
         lse: Buffer | None = None,
         counted: bool = False,
         numeric: str = "exact",
+        kernel: str | None = None,
         programmatic: bool = False,
     ) -> None:
         """Attend the rows of the layer: row r of n sees ``len + r + 1`` rows.
@@ -309,6 +310,9 @@ class KvLayer(OneLength):
             The length already includes the n rows (append, advance, attend).
         numeric : str
             Numeric class of the kernel; ``"exact"`` is the only one.
+        kernel : str, optional
+            One of those of :func:`~memra_lowlevel.kernels.kv_attend.choose`, for all that attends
+            these rows: their bits differ. Default its choice.
         programmatic : bool
             Start while the predecessor, a kernel of the stream, still runs.
 
@@ -317,7 +321,8 @@ class KvLayer(OneLength):
         ArgumentError
             A buffer of another shape, dtype, device or alignment.
         FormatUnsupported
-            No kernel for this number of query heads per kv head, or this numeric class.
+            No kernel for this number of query heads per kv head, or this numeric class; or
+            ``kernel`` does not do these formats, head sizes or so many rows.
         PlaneError
             A window wider than the one that the ring keeps rows for; ``counted`` with a length of
             fewer than n rows.
@@ -335,11 +340,11 @@ class KvLayer(OneLength):
                 stream, q, self.k, self.v, out,
                 len_d=self.len_d, k_format=self.k_format, v_format=self.v_format, rows=self.rows,
                 n_kv_heads=self.n_kv_heads, head_dim=self.head_dim_k, head_dim_v=self.head_dim_v,
-                workspace=self._workspace.take(stream, self._workspace_bytes(q, window)),
+                workspace=self._workspace.take(stream, self._workspace_bytes(q, window, kernel)),
                 tickets=self._workspace.tickets,
                 base_d=self.base_d, window=window,
                 scale=scale, sinks=sinks, softcap=softcap, lse=lse, counted=counted,
-                numeric=numeric, programmatic=programmatic,
+                numeric=numeric, kernel=kernel, programmatic=programmatic,
             )  # fmt: skip
         except (ArgumentError, CaptureForbidden, FormatUnsupported) as error:
             expect.asked_by(f"{self.name}.attend", "attend", error)
@@ -509,10 +514,10 @@ class KvLayer(OneLength):
             )
         return window
 
-    def _workspace_bytes(self, q: Buffer, window: int | None) -> int:
+    def _workspace_bytes(self, q: Buffer, window: int | None, kernel: str | None) -> int:
         return kv_attend.workspace_bytes(
             self.device, q.shape[0], q.shape[1], self.head_dim_v, self.rows, window=window,
-            ring=self.base_d is not None,
+            ring=self.base_d is not None, kernel=kernel,
         )  # fmt: skip
 
     def _check_finite(self, stream: Stream, k: Buffer, v: Buffer, turn: HeadTurn | None) -> None:

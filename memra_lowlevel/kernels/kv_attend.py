@@ -1,31 +1,25 @@
-"""Decode attention over quantised planes (``cuda_src/kv/attend.cu``), class ``exact``.
+"""Decode attention over planes of K and V, class ``exact``: the checks, and which kernel does it.
 
-Partial results per chunk of keys, then their combination: in the same launch where there are
-tickets, by the block that finishes last, else in a second one; the bits are the same. Lengths are
-read from device memory; grids and the workspace depend on the capacity of the plane and on the
-device only, so that a captured launch serves every length.
+:mod:`.kv_attend_mma` and :mod:`.kv_attend_f16` on tensor cores, :mod:`.kv_attend_simt` for every
+format and shape. Lengths are read from device memory; grids and the workspace depend on the
+capacity of the plane and on the device only, so that a captured launch serves every length.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .. import expect
 from ..errors import ArgumentError, FormatUnsupported
 from ..formats import Q5_1, Q8_0, Format
-from ..runtime.launch import LaunchConfig, launch
 from ..runtime.memory import Buffer
 from ..runtime.stream import expect_stream
-from . import kv_attend_f16, kv_attend_mma, registry
-from .registry import KernelSpec, Tolerance
+from . import kv_attend_f16, kv_attend_mma, kv_attend_simt
 
 if TYPE_CHECKING:
-    from ..compile import Kernel
     from ..runtime import Device, Stream
 
 __all__ = [
@@ -36,8 +30,6 @@ __all__ = [
     "attend",
     "check_supported",
     "choose",
-    "chunk_begin",
-    "chunk_of",
     "prepare",
     "workspace_bytes",
 ]
@@ -60,47 +52,6 @@ _FLAGS = (bool, bool)
 _F32 = np.dtype(np.float32)
 _MOST = 2**31 - 1
 _F32_MAX, _LEAST_CAP = float(np.finfo(np.float32).max), 2.0**-149
-_JOINED_SLOTS = 160
-_THREADS = 256
-
-registry.register(
-    KernelSpec(
-        name="attend_partial",
-        source="kv/attend.cu",
-        entry="attend_partial<{k_format}, {v_format}, {head_dim}, {head_dim_v}, {queries}>",
-        instances=tuple(
-            {
-                "k_format": "Q8_0", "v_format": "Q5_1",
-                "head_dim": d, "head_dim_v": d, "queries": queries,
-            }
-            for d, queries in ((64, 4), (64, 16), (96, 4), (128, 4), (128, 16), (256, 4))
-        ),
-        oracle="memra_lowlevel.reference.attend:attend",
-        tolerance=Tolerance(
-            "relative", 1e-5,
-            "f32 scores, weights and sums over at most some 100,000 keys, against float64 over the "
-            "decoded cache; exp2f differs by 2 ulp between devices",
-        ),
-        edges=(
-            "no key", "one key", "tile and chunk edges", "masked row", "window", "ring base",
-            "counted", "group 1 to 16", "NaN in another row's key", "poisoned workspace", "tickets",
-            "sinks", "softcap", "capacity", "table of sequences",
-        ),
-        hot=True,
-        pdl="waits",
-    ),
-    KernelSpec(
-        name="attend_combine",
-        source="kv/attend.cu",
-        entry="attend_combine<{head_dim_v}>",
-        instances=tuple({"head_dim_v": d} for d in (64, 96, 128, 256)),
-        oracle="memra_lowlevel.reference.attend:attend",
-        tolerance=Tolerance("relative", 1e-5, "as attend_partial"),
-        edges=("no chunk", "one chunk", "workspace too small", "sinks", "log-sum-exp"),
-        hot=True,
-        pdl="waits",
-    ),
-)  # fmt: skip
 
 
 def attend(
@@ -171,8 +122,8 @@ def attend(
     table : Buffer, optional
         u64 ``[n, 5]``: planes and counters of each row's sequence, as in ``kv_append.append``.
     kernel : str, optional
-        ``"mma"`` (tensor cores) or ``"simt"``; default: see :func:`choose`. Not bit for bit the
-        same: keep to one kernel over a plane.
+        ``"mma"`` or ``"f16"`` (tensor cores), or ``"simt"``; default: see :func:`choose`. Not bit
+        for bit the same: keep to one kernel over a plane.
     programmatic : bool
         Start while the predecessor, a kernel of the stream, still runs, where kernel and device
         can; see :mod:`~memra_lowlevel.kernels.model`.
@@ -218,7 +169,7 @@ def attend(
     check_supported(
         stream.device, k_format, v_format, head_dim, head_dim_v, group=group, numeric=numeric
     )
-    plan = _plan(
+    plan = kv_attend_simt.plan(
         n_rows, n_kv_heads, group, head_dim, head_dim_v, rows, window, base_d is not None,
         table is not None, stream.device.limits.n_sms, stream.device.kind,
     )  # fmt: skip
@@ -253,41 +204,21 @@ def attend(
         raise _refused("lse", f"f32[{n_rows}, {n_heads}]", str(lse.shape))
     if n_rows == 0:
         return
+    planes = (k_plane, v_plane, out)
+    common: Any = {
+        "len_d": len_d, "rows": rows, "n_kv_heads": n_kv_heads, "workspace": workspace,
+        "base_d": base_d, "window": window, "scale": scale, "sinks": sinks, "softcap": softcap,
+        "lse": lse, "counted": n_rows if counted else 0, "table": table,
+        "programmatic": programmatic,
+    }  # fmt: skip
     if choice.kernel == "mma":
-        kv_attend_mma.attend(
-            stream, q, k_plane, v_plane, out, len_d=len_d, rows=rows, n_kv_heads=n_kv_heads,
-            workspace=workspace, base_d=base_d, window=window, scale=scale, sinks=sinks,
-            softcap=softcap, lse=lse, counted=n_rows if counted else 0, table=table,
-            programmatic=programmatic,
-        )  # fmt: skip
+        kv_attend_mma.attend(stream, q, *planes, **common)
         return
+    common["k_format"], common["v_format"] = k_format, v_format
     if choice.kernel == "f16":
-        kv_attend_f16.attend(
-            stream, q, k_plane, v_plane, out, len_d=len_d, k_format=k_format, v_format=v_format,
-            rows=rows, n_kv_heads=n_kv_heads, workspace=workspace, base_d=base_d, window=window,
-            scale=scale, sinks=sinks, softcap=softcap, lse=lse,
-            counted=n_rows if counted else 0, table=table, programmatic=programmatic,
-        )  # fmt: skip
-        return
-    partial, combine = _kernels(
-        stream.device, k_format, v_format, head_dim, head_dim_v, plan.queries
-    )
-    behind = n_rows if counted else 0
-    early = stream.device.kind == "cuda" and int(stream.device.arch[3:]) >= 90
-    joins = tickets is not None and tickets.n_bytes >= 4 * plan.n_tickets
-    joins = joins and plan.n_slots <= _JOINED_SLOTS
-    launch(
-        stream, _starting(plan.partial, early and programmatic), partial,
-        q, k_plane, v_plane, n_rows, n_kv_heads, group, rows, window, behind,
-        scale, softcap, len_d, base_d, table,
-        workspace, plan.n_slots, tickets if joins else None, sinks, out, lse,
-    )  # fmt: skip
-    if joins:
-        return
-    launch(
-        stream, _starting(plan.combine, early), combine,
-        workspace, sinks, out, lse, rows, window, behind, len_d, base_d, table, plan.n_slots,
-    )  # fmt: skip
+        kv_attend_f16.attend(stream, q, *planes, **common)
+    else:
+        kv_attend_simt.attend(stream, plan, q, *planes, tickets=tickets, **common)
 
 
 @dataclass(frozen=True)
@@ -328,8 +259,7 @@ def choose(
     FormatUnsupported
         ``kernel`` asks for one that cannot do it.
     """
-    if kernel is not None and (type(kernel) is not str or kernel not in _KERNELS):
-        raise expect.refusal("attend: kernel", kernel, "'mma', 'f16', 'simt' or None")
+    _check_kernel("attend", kernel)
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     _check_planes("choose", k_format, v_format, head_dim, head_dim_v, n_kv_heads)
     rows = expect.integer("choose: rows", rows, 0)
@@ -338,13 +268,9 @@ def choose(
     whole = (k_format, v_format) == (Q8_0, Q5_1)
     fitting = kernel or ("mma" if whole else "f16")
     if fitting == "f16":
-        refusal = kv_attend_f16.refusal(
-            device, k_format, v_format, head_dim, head_dim_v, n_kv_heads
-        )
+        refusal = kv_attend_f16.refusal(device, k_format, v_format, head_dim, head_dim_v)
     else:
-        refusal = kv_attend_mma.refusal(
-            device, k_format, v_format, head_dim, head_dim_v, n_kv_heads, rows
-        )
+        refusal = kv_attend_mma.refusal(device, k_format, v_format, head_dim, head_dim_v, rows)
     if kernel is not None and refusal is not None:
         raise FormatUnsupported(
             f"the tensor-core kernel {kernel!r} does not do {refusal}; kernel='simt' does",
@@ -391,10 +317,8 @@ def prepare(
                 device, k_format, v_format, head_dim, n_kv_heads, n_queries=max_rows * group
             )
             return
-    widest = max(head_dim, head_dim_v)
-    wanted = {queries_at_once(n * group, widest) for n in (1, max_rows)}
-    for queries in sorted(wanted):
-        _kernels(device, k_format, v_format, head_dim, head_dim_v, queries)
+    n_queries = group, max_rows * group
+    kv_attend_simt.prepare(device, k_format, v_format, head_dim, head_dim_v, n_queries)
 
 
 def check_supported(
@@ -470,123 +394,14 @@ def workspace_bytes(
     n_heads = expect.integer("workspace_bytes: n_heads", n_heads, 1, _MOST)
     head_dim_v = expect.integer("workspace_bytes: head_dim_v", head_dim_v, 1, _MOST)
     rows = expect.integer("workspace_bytes: rows", rows, 1, _MOST)
-    slots = n_slots(rows, n_rows, _window(window), ring)
+    _check_kernel("workspace_bytes", kernel)
+    slots = kv_attend_simt.n_slots(rows, n_rows, _window(window), ring)
     if kernel in ("mma", "f16") or (kernel is None and device.kind != "host"):
-        most = 2 * kv_attend_mma.n_slots(rows, kv_attend_mma.MOST_PARTS)
-        slots = max(slots, min(most, kv_attend_mma.MOST_SLOTS))
+        mma = kv_attend_mma
+        few = 2 if n_heads * head_dim_v <= MAX_GROUP * mma.FEW_CHANNELS else 1
+        most = 2 * mma.n_slots(rows, few * mma.MOST_PARTS)
+        slots = max(slots, min(most, few * mma.MOST_SLOTS))
     return n_rows * n_heads * slots * (head_dim_v + 2) * 4
-
-
-def chunk_of(key: int) -> int:
-    """Return the chunk that holds an absolute key position."""
-    if key < 8192:
-        return key // 128
-    if key < 65536:
-        return 64 + (key - 8192) // 256
-    return 288 + (key - 65536) // 1024
-
-
-def chunk_begin(chunk: int) -> int:
-    """Return the first key of a chunk."""
-    if chunk < 64:
-        return chunk * 128
-    if chunk < 288:
-        return 8192 + (chunk - 64) * 256
-    return 65536 + (chunk - 288) * 1024
-
-
-def n_slots(rows: int, n_rows: int, window: int, ring: bool) -> int:
-    """Chunks that one row can need at most, counted from the first chunk of row 0."""
-    flat = chunk_of(rows - 1) + 1
-    seen = min(rows, window + n_rows - 1) if window > 0 else rows
-    anywhere = -(-seen // 128) + 1  # a span of keys at the finest chunks, wherever it starts
-    return anywhere if ring else min(flat, anywhere)
-
-
-def queries_at_once(n_queries: int, widest: int) -> int:
-    """Return how many queries a thread block takes: few, or as many as fit."""
-    return 4 if n_queries <= 4 else 8 if widest > 256 else 16
-
-
-@functools.lru_cache(maxsize=512)
-def _starting(config: LaunchConfig, early: bool) -> LaunchConfig:
-    """Give the configuration of a launch that starts while its predecessor runs, or not."""
-    return dataclasses.replace(config, programmatic=True) if early else config
-
-
-@dataclass(frozen=True)
-class _Plan:
-    queries: int
-    n_slots: int
-    workspace_bytes: int
-    n_tickets: int
-    partial: LaunchConfig
-    combine: LaunchConfig
-
-
-@functools.lru_cache(maxsize=512)
-def _plan(
-    n_rows: int,
-    n_kv_heads: int,
-    group: int,
-    head_dim: int,
-    head_dim_v: int,
-    rows: int,
-    window: int,
-    ring: bool,
-    table: bool,
-    n_sms: int,
-    kind: str,
-) -> _Plan:
-    widest = max(head_dim, head_dim_v)
-    per_block = group if table else n_rows * group
-    queries = queries_at_once(per_block, widest)
-    blocks = -(-per_block // queries) * (n_rows if table else 1)
-    slots = n_slots(rows, 1 if table else n_rows, window, ring or table)
-    # Enough blocks to fill the device, few enough that those without keys cost nothing.
-    resident = 2 * n_sms if kind == "host" else 8 * n_sms
-    share = max(1, -(-resident // (n_kv_heads * max(1, blocks))))
-    n_heads = n_kv_heads * group
-    return _Plan(
-        queries,
-        slots,
-        n_rows * n_heads * slots * (head_dim_v + 2) * 4,
-        n_kv_heads * max(1, blocks),
-        LaunchConfig(
-            (min(slots, share), n_kv_heads, max(1, blocks)), (_THREADS, 1, 1),
-            shared_bytes(head_dim, head_dim_v, queries),
-        ),
-        LaunchConfig((n_heads, max(1, n_rows), 1), (2 * head_dim_v, 1, 1)),
-    )  # fmt: skip
-
-
-def shared_bytes(head_dim: int, head_dim_v: int, queries: int) -> int:
-    """Dynamic shared memory of ``attend_partial``: AttendShape::FLOATS of the source."""
-    widest = max(head_dim, head_dim_v)
-    tile = 128 if widest <= 64 else 64 if widest <= 128 else 32 if widest <= 256 else 16
-    fits = min(_THREADS // 2 // (head_dim_v // 4), tile // 4)
-    splits = next(s for s in (8, 4, 2, 1) if fits >= s)
-    tile_floats = max(tile * (widest + 4), splits * queries * head_dim_v)
-    scores = min(8, _THREADS // tile) * queries * tile
-    return 4 * (tile_floats + queries * head_dim + scores + queries)
-
-
-def _kernels(
-    device: Device, k_format: Format, v_format: Format, head_dim: int, head_dim_v: int, queries: int
-) -> tuple[Kernel, Kernel]:
-    key = ("attend", k_format.constant, v_format.constant, head_dim, head_dim_v, queries)
-    found: tuple[Kernel, Kernel] | None = device.memo.get(key)
-    if found is None:
-        instance = {
-            "k_format": k_format.constant, "v_format": v_format.constant,
-            "head_dim": head_dim, "head_dim_v": head_dim_v, "queries": queries,
-        }  # fmt: skip
-        partial, combine = registry.kernels(
-            device,
-            [("attend_partial", instance), ("attend_combine", {"head_dim_v": head_dim_v})],
-        )
-        found = device.memo[key] = (partial, combine)
-    return found
 
 
 def _check_buffers(*buffers: tuple[str, Buffer | None]) -> None:
@@ -609,6 +424,11 @@ def _check_planes(
         expect.integer(f"{call}: head_dim", head_dim, 1, _MOST)
         expect.integer(f"{call}: head_dim_v", head_dim_v, 1, _MOST)
         expect.integer(f"{call}: n_kv_heads", n_kv_heads, 1, _MOST)
+
+
+def _check_kernel(call: str, kernel: str | None) -> None:
+    if kernel is not None and (type(kernel) is not str or kernel not in _KERNELS):
+        raise expect.refusal(f"{call}: kernel", kernel, "'mma', 'f16', 'simt' or None")
 
 
 def _check_flags(**flags: object) -> None:

@@ -16,7 +16,7 @@ from ..formats import BF16, E4M3, F16, Q4_0, Q5_1, Q8_0, Format
 from ..runtime.launch import LaunchConfig, launch
 from . import registry
 from .early import capability, starts_early
-from .kv_attend_mma import N_PARTS, STEP, n_slots
+from .kv_attend_mma import FEW_CHANNELS, N_PARTS, STEP, n_slots
 from .kv_attend_tiles import check_planes, combine_config, plane_maps
 from .registry import KernelSpec, Tolerance
 
@@ -56,7 +56,8 @@ registry.register(
                 ("BF16", "BF16", 128, 1, 4, 3), ("E4M3", "E4M3", 128, 1, 8, 3),
                 ("E4M3", "E4M3", 128, 2, 4, 6), ("Q8_0", "Q8_0", 64, 1, 8, 6),
                 ("Q8_0", "Q8_0", 128, 1, 8, 3), ("Q8_0", "Q8_0", 128, 2, 4, 6),
-                ("Q8_0", "Q8_0", 256, 1, 2, 6), ("Q8_0", "Q4_0", 64, 1, 8, 6),
+                ("Q8_0", "Q8_0", 128, 1, 1, 6), ("Q8_0", "Q8_0", 256, 1, 2, 6),
+                ("Q8_0", "Q4_0", 64, 1, 8, 6), ("Q8_0", "Q4_0", 64, 1, 1, 6),
                 ("Q8_0", "Q4_0", 128, 1, 8, 4), ("Q8_0", "Q4_0", 256, 1, 2, 6),
             )
         ),
@@ -88,7 +89,6 @@ def refusal(
     v_format: Format,
     head_dim: int,
     head_dim_v: int,
-    n_kv_heads: int,
 ) -> str | None:
     """Say why this kernel does not do the work; None if it does.
 
@@ -100,12 +100,6 @@ def refusal(
         return f"K {k_format} with V {v_format} (it does K of {' with V of '.join(does)})"
     if head_dim != head_dim_v or head_dim not in HEAD_DIMS:
         return f"head_dim {head_dim}/{head_dim_v} (it does {', '.join(map(str, HEAD_DIMS))})"
-    aligned = _aligned_heads(k_format, v_format, head_dim)
-    if n_kv_heads % aligned:
-        return (
-            f"{n_kv_heads} kv heads of {head_dim} in K {k_format}, V {v_format} (rows must be a "
-            f"multiple of 16 bytes: a multiple of {aligned} heads)"
-        )
     if k_format is BF16 and head_dim > 128:
         return f"K {k_format} with head_dim {head_dim} (it does up to 128)"
     if device.kind != "host" and capability(device) < 80:
@@ -177,6 +171,8 @@ def n_parts(k_format: Format, v_format: Format, head_dim: int, n_kv_heads: int) 
 
     One more than there are blocks for: only rows that begin within a chunk need it.
     """
+    if n_kv_heads * head_dim <= FEW_CHANNELS:
+        return 2 * N_PARTS + 1
     row_bytes = max(f.row_bytes(n_kv_heads * head_dim) for f in (k_format, v_format))
     return N_PARTS // min(max(1, row_bytes // _SLICE), 8) + 1
 
@@ -255,7 +251,7 @@ def _shape(
         return stages * (STEP * sum(pitches) + 16) + heads * teams * halves * own + _BLOCK
 
     # As many heads as three stages have room for, then as many stages.
-    least = _aligned_heads(k_format, v_format, head_dim)
+    least = math.gcd(n_kv_heads, _aligned_heads(k_format, v_format, head_dim))
     teams = min(teams, max(1, workers // (halves * least)))
     choices = [
         h for h in (8, 4, 2, 1)
@@ -266,7 +262,7 @@ def _shape(
     used = shared(heads, stages)
     warps = heads * teams * halves
     # And whose registers are as many as that leaves.
-    bound = heads * halves if many and sets == 1 else workers
+    bound = min(workers, 8) if many and sets == 1 and warps <= 8 else workers
     resident = max(1, min(bound // warps, (room + 1024) // (used + 1024)))
     return _Shape(sets, teams, heads, stages, -(-wanted // (sets * teams)), used, resident, warps)
 
@@ -300,7 +296,7 @@ def _table_bytes(k_format: Format, v_format: Format, head_dim: int) -> int:
 
 
 def _aligned_heads(k_format: Format, v_format: Format, head_dim: int) -> int:
-    """Neighbouring kv heads whose slices of a row are a multiple of 16 bytes."""
+    """Count the neighbouring kv heads that a bulk copy wants: whole pieces of 16 bytes."""
     slices = [f.row_bytes(head_dim) for f in (k_format, v_format)]
     return max(16 // math.gcd(16, n) for n in slices)
 

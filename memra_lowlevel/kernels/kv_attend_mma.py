@@ -1,12 +1,13 @@
 """Decode attention on integer tensor cores (``cuda_src/kv/attend_mma.cu``), class ``exact``.
 
-For K q8_0 with V q5_1, head sizes 64, 128 and 256, rows of a multiple of 16 bytes, from sm_80 on.
+For K q8_0 with V q5_1, head sizes 64, 128 and 256, from sm_80 on.
 :mod:`.kv_attend` decides between this kernel and the general one and checks the arguments.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from ..runtime import Buffer, Device, Stream
 
 __all__ = [
-    "MOST_PARTS", "MOST_SLOTS", "N_PARTS", "attend", "chunk_keys", "n_parts", "n_slots", "prepare",
-    "refusal", "workspace_bytes",
+    "FEW_CHANNELS", "MOST_PARTS", "MOST_SLOTS", "N_PARTS", "attend", "chunk_keys", "n_parts",
+    "n_slots", "prepare", "refusal", "workspace_bytes",
 ]  # fmt: skip
 
 HEAD_DIMS = (64, 128, 256)
@@ -37,8 +38,12 @@ N_PARTS = 132
 MOST_PARTS = 2 * N_PARTS
 """The same of planes whose heads keep half of a multiprocessor's warps busy."""
 
+FEW_CHANNELS = 128
+"""Channels of all kv heads up to which a row has twice the chunks: too few warps share its keys."""
+
 MOST_SLOTS = 2 * (N_PARTS + 1)
-"""Partial results that a row and head has at most, of any kernel on tensor cores."""
+"""Partial results that a row and head has at most, of any kernel on tensor cores; twice as many
+where the channels are few."""
 
 MOST_ROWS = (N_PARTS - 1) << 17
 """Rows of a plane: with more, a chunk could overflow the 32 bits of its sums."""
@@ -46,7 +51,7 @@ MOST_ROWS = (N_PARTS - 1) << 17
 _CHANNELS = 64
 _STAGES = 3
 _ALIGNED_HEADS = {64: 4, 128: 2, 256: 1}
-"""Neighbouring kv heads whose slices of a row are a multiple of 16 bytes."""
+"""Neighbouring kv heads that a bulk copy wants: whole pieces of 16 bytes."""
 
 _TOLERANCE = Tolerance(
     "relative",
@@ -63,8 +68,8 @@ registry.register(
         instances=tuple(
             {"head_dim": d, "queries": queries, "heads": heads}
             for d, queries, heads in (
-                (64, 4, 8), (64, 8, 4), (128, 4, 4), (128, 4, 8), (128, 8, 8), (128, 8, 2),
-                (256, 8, 2), (256, 8, 1),
+                (64, 4, 8), (64, 8, 4), (64, 4, 1), (128, 4, 4), (128, 4, 8), (128, 8, 8),
+                (128, 8, 2), (128, 8, 1), (256, 8, 2), (256, 8, 1),
             )
         ),
         oracle="memra_lowlevel.reference.attend:attend",
@@ -98,7 +103,6 @@ def refusal(
     v_format: Format,
     head_dim: int,
     head_dim_v: int,
-    n_kv_heads: int,
     rows: int = 0,
 ) -> str | None:
     """Say why this kernel does not do the work; None if it does.
@@ -110,11 +114,6 @@ def refusal(
         return f"K {k_format} with V {v_format} (it does K q8_0 with V q5_1)"
     if head_dim != head_dim_v or head_dim not in HEAD_DIMS:
         return f"head_dim {head_dim}/{head_dim_v} (it does {', '.join(map(str, HEAD_DIMS))})"
-    if n_kv_heads % _ALIGNED_HEADS[head_dim]:
-        return (
-            f"{n_kv_heads} kv heads of {head_dim} (rows must be a multiple of 16 bytes: "
-            f"a multiple of {_ALIGNED_HEADS[head_dim]} heads)"
-        )
     if rows > MOST_ROWS:
         return f"planes of {rows} rows (it does up to {MOST_ROWS})"
     if device.kind != "host" and capability(device) < 80:
@@ -156,8 +155,8 @@ def attend(
     group = n_heads // n_kv_heads
     per_row = group if table is not None else n_rows * group
     shape = _shape(
-        head_dim, n_kv_heads, per_row, device.limits.shared_optin_bytes, rows <= _SHORT,
-        _most_held(device),
+        head_dim, n_kv_heads, per_row, device.limits.shared_optin_bytes,
+        _block_warps(head_dim, rows), _most_held(device),
     )  # fmt: skip
     kernel, combine = _kernels(device, head_dim, shape.queries, shape.heads)
     parts = n_parts(head_dim, n_kv_heads)
@@ -184,9 +183,10 @@ def prepare(device: Device, head_dim: int, n_kv_heads: int, *, n_queries: int = 
     """Compile and load what launches of up to ``n_queries`` (rows x group) need."""
     room = device.limits.shared_optin_bytes
     shapes = [
-        _shape(head_dim, n_kv_heads, n, room, short, _most_held(device))
-        for n in range(1, n_queries + 1) for short in (False, True)
-    ]  # fmt: skip
+        _shape(head_dim, n_kv_heads, n, room, most, _most_held(device))
+        for n in range(1, n_queries + 1)
+        for most in {_block_warps(head_dim, rows) for rows in (1, _SHORT, MOST_ROWS)}
+    ]
     for queries, heads in sorted({(s.queries, s.heads) for s in shapes}):
         _kernels(device, head_dim, queries, heads)
 
@@ -197,8 +197,9 @@ def workspace_bytes(n_rows: int, n_heads: int, head_dim: int, slots: int) -> int
 
 
 def n_parts(head_dim: int, n_kv_heads: int) -> int:
-    """Chunks that hold what a row sees: twice as many where a row's heads keep few warps busy."""
-    return N_PARTS if n_kv_heads * (head_dim // _CHANNELS) > 8 else MOST_PARTS
+    """Chunks that hold what a row sees: the more, the fewer warps its heads keep busy."""
+    few = 2 if n_kv_heads * head_dim <= FEW_CHANNELS else 1
+    return N_PARTS if n_kv_heads * (head_dim // _CHANNELS) > 8 else few * MOST_PARTS
 
 
 def chunk_keys(seen: int, n_parts: int = N_PARTS) -> int:
@@ -242,11 +243,11 @@ class _Shape:
 
 @functools.lru_cache(maxsize=512)
 def _shape(
-    head_dim: int, n_kv_heads: int, n_queries: int, room: int, short: bool = False,
+    head_dim: int, n_kv_heads: int, n_queries: int, room: int, block_warps: int = 16,
     most_held: int = 3,
 ) -> _Shape:  # fmt: skip
     queries = 4 if n_queries <= 4 and head_dim <= 128 else 8
-    aligned, team = _ALIGNED_HEADS[head_dim], head_dim // _CHANNELS
+    aligned, team = math.gcd(n_kv_heads, _ALIGNED_HEADS[head_dim]), head_dim // _CHANNELS
     wanted, most = -(-n_queries // queries), 16 if room >= 200_000 else 8  # WORKERS
 
     def shared(heads: int, teams: int) -> int:
@@ -275,8 +276,7 @@ def _shape(
     # Few instances: for one team the heads that keep most warps busy, else as few as can be.
     teams = 1
     choices = [aligned << i for i in range(5) if n_kv_heads % (aligned << i) == 0]
-    if short:  # blocks of half the warps, of which one loads while another one ends
-        choices = [h for h in choices if h * team * 2 <= most] or choices[:1]
+    choices = [h for h in choices if h * team <= block_warps * most // 16] or choices[:1]
     heads = max(choices, key=lambda h: (busy(h, teams), h if busy(h, teams) else -h))
     if wanted > teams:
         teams, heads = wanted, aligned
@@ -287,7 +287,18 @@ def _shape(
 
 
 _SHORT = 1 << 14
-"""Rows of a plane up to which blocks are small: the start and the end of a block are the time."""
+
+
+def _block_warps(head_dim: int, rows: int) -> int:
+    """Say how many of 16 warps a thread block of one team a head has at most.
+
+    Over few rows the start and the end of a block are the time: one of several loads while
+    another one ends.
+    """
+    if rows > _SHORT:
+        return 16
+    return 4 if head_dim > 128 and rows <= _SHORT // 2 else 8
+
 
 _PLACE = 96
 """Bytes of Place."""

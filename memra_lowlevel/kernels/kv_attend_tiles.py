@@ -46,6 +46,8 @@ def plane_maps(
     """
     if k_plane is None or v_plane is None or capability(device) < 90:
         return _NO_MAP, _NO_MAP, 0
+    if any(row % 16 for row, _ in widths):  # a map cannot describe it; the kernel copies in pieces
+        return _NO_MAP, _NO_MAP, 0
     maps: dict[tuple[int, ...], tuple[bytes, bytes, int]]
     maps = device.memo.setdefault("attend maps", {})
     key = (k_plane.ptr, v_plane.ptr, rows, step, *widths[0], *widths[1])

@@ -15,7 +15,7 @@ from ..errors import FormatUnsupported
 from ..formats import F32, Format
 from ..runtime.launch import LaunchConfig, launch
 from . import latent_attend_mma, latent_rows, registry
-from .kv_attend import chunk_of
+from .kv_attend_simt import chunk_of
 from .latent_refusal import refused
 from .registry import KernelSpec, Tolerance
 

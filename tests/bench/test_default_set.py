@@ -7,7 +7,7 @@ import pytest
 
 from memra_lowlevel import formats
 from memra_lowlevel.bench import compiling
-from memra_lowlevel.kernels import kv_attend, kv_attend_f16, kv_attend_mma, registry
+from memra_lowlevel.kernels import kv_attend, kv_attend_f16, kv_attend_mma, kv_attend_simt, registry
 
 ROOM = 232_448
 DEVICE = SimpleNamespace(kind="cuda", arch="sm_90")
@@ -31,8 +31,9 @@ def test_what_a_row_takes_is_in_it(found, pair, head_dim, n_queries):
     n_kv_heads = HEADS[head_dim]
     chosen = kv_attend.choose(DEVICE, k, v, head_dim, n_kv_heads=n_kv_heads, rows=8192).kernel
     if chosen == "mma":
-        for short in (True, False):
-            shape = kv_attend_mma._shape(head_dim, n_kv_heads, n_queries, ROOM, short)
+        for rows in (1, kv_attend_mma.MOST_ROWS):
+            most = kv_attend_mma._block_warps(head_dim, rows)
+            shape = kv_attend_mma._shape(head_dim, n_kv_heads, n_queries, ROOM, most)
             name = f"attend_mma<{head_dim}, {shape.queries}, {shape.heads}>"
             assert name in found
     elif chosen == "f16":
@@ -40,7 +41,7 @@ def test_what_a_row_takes_is_in_it(found, pair, head_dim, n_queries):
         of_it = f"{pair[0]}, {pair[1]}, {head_dim}, {shape.sets}, {shape.heads}, {shape.stages}"
         assert f"attend_f16<{of_it}>" in found
     else:
-        queries = kv_attend.queries_at_once(n_queries, head_dim)
+        queries = kv_attend_simt.queries_at_once(n_queries, head_dim)
         assert f"attend_partial<{pair[0]}, {pair[1]}, {head_dim}, {head_dim}, {queries}>" in found
     combine = "attend_combine" if chosen == "simt" else "attend_mma_combine"
     assert f"{combine}<{head_dim}>" in found
@@ -49,7 +50,8 @@ def test_what_a_row_takes_is_in_it(found, pair, head_dim, n_queries):
 
 def test_attention_for_nothing_else_is_in_it(found):
     attention = [name for name in found if name.startswith("attend_") and "_combine" not in name]
-    assert len(attention) == len(PAIRS) * len(HEADS)
+    # One a pair and head size, and one for short planes of large heads.
+    assert len(attention) == len(PAIRS) * len(HEADS) + 1
 
 
 def test_every_other_kernel_of_a_step_is_in_it(found):

@@ -102,3 +102,17 @@ def test_no_room_in_one_moves_nothing_in_any(device, stream):
     for bad in (([], 1), (layers, [1]), (layers, 0)):
         with pytest.raises(PlaneError):
             KvBatch(stream, *bad)
+
+
+@pytest.mark.parametrize("kernel", ["mma", "f16", "simt"])
+def test_a_kernel_may_be_named(device, stream, kernel):
+    rng = np.random.default_rng(0)
+    layers = [make(device, ring=False) for _ in range(2)]
+    batch = KvBatch(stream, layers, (1, 3))
+    k, v, q = (rows(device, stream, rng, 4, *shape) for shape in ((HEAD,), (HEAD,), (4, HEAD)))
+    out = device.empty((4, 4, HEAD), np.float32, stream)
+    batch.append(stream, k, v)
+    batch.attend(stream, q, out, kernel=kernel)
+    assert np.isfinite(out.to_numpy(stream)).all()
+    for owned in (batch, *layers):
+        owned.close()

@@ -577,6 +577,28 @@ def test_the_remedy_for_an_unknown_length_works(device, stream):
     layer.close()
 
 
+@pytest.mark.parametrize("kernel", ["mma", "f16", "simt"])
+def test_a_kernel_may_be_named(device, stream, kernel):
+    """Eager and captured, with a workspace that is enough for it."""
+    rng = np.random.default_rng(0)
+    layer = KvLayer.allocate(device, 600, 3, HEAD)
+    pair = Pair(device, stream, rng, 40, layer)
+    layer.append(stream, pair.k, pair.v)
+    layer.attend(stream, pair.q, pair.out, kernel=kernel)
+    eager = pair.out.to_numpy(stream)
+    with stream.capture("named") as graph:
+        layer.attend(stream, pair.q, pair.out, kernel=kernel)
+    exec_ = graph.instantiate()
+    pair.out.fill(stream, 0xFF)
+    exec_.launch(stream)
+    assert pair.out.to_numpy(stream).tobytes() == eager.tobytes() and np.isfinite(eager).all()
+    for wrong in ("fast", 3, np.str_("mma")):
+        with pytest.raises(ArgumentError, match="'mma', 'f16', 'simt' or None"):
+            layer.attend(stream, pair.q, pair.out, kernel=wrong)
+    exec_.close()
+    layer.close()
+
+
 def test_a_closed_layer_says_so(device, stream):
     layer = KvLayer.allocate(device, 4, 1, HEAD, name="gone")
     pair = Pair(device, stream, np.random.default_rng(18), 4, layer)

@@ -6,7 +6,8 @@ import pytest
 from rig import error, normal, reference, same
 from test_kv_attend_f16 import BOUND, F16_KERNEL, NEAR, PACKED, agree, filled
 
-from memra_lowlevel import errors
+from memra_lowlevel import Device, errors
+from memra_lowlevel.driver.host import host_options
 from memra_lowlevel.formats import F16, Q4_0, Q5_1, Q8_0
 from memra_lowlevel.kernels import kv_attend, kv_attend_f16, kv_attend_mma
 
@@ -143,6 +144,37 @@ def test_one_bad_scale_or_minimum_spoils_its_block_only(stream, fmt, field, bits
     bad = np.zeros((6, 4, 128), bool)
     bad[max(0, key - 70) :, 2:, 32:64] = True
     assert same(spoiled[~bad], clean[~bad]) and np.isnan(spoiled[bad]).all()
+
+
+@pytest.mark.parametrize("at", [0, 2], ids=["scale", "minimum"])
+def test_a_bad_block_does_not_lift_its_neighbours(stream, at):
+    """What is not finite says nothing about the size of the other scales, which are subnormal."""
+    planes, rng = filled(stream, 128, 60, Q8_0, Q5_1, seed=11)
+    blocks = np.arange(planes.n_kv_heads * 4)
+    patched(planes, planes.v, Q5_1, np.arange(60), blocks, scale=2.0**-20, minimum=-(2.0**-17))
+    q = normal(rng, 4, 8, 128)
+    planes.set_len(50)
+    clean = planes.attend(q, **F16_KERNEL)
+    wild = {"scale": np.inf} if at == 0 else {"minimum": np.inf}
+    patched(planes, planes.v, Q5_1, [33], [1], **wild)
+    spoiled = planes.attend(q, **F16_KERNEL)
+    bad = np.zeros(clean.shape, bool)
+    bad[:, : 8 // planes.n_kv_heads, 32:64] = True
+    assert same(spoiled[~bad], clean[~bad]) and np.isnan(spoiled[bad]).all()
+
+
+@pytest.mark.parametrize(
+    ("k_format", "v_format", "head_dim", "heads"),
+    [(Q8_0, Q8_0, 128, 1), (Q8_0, Q8_0, 64, 2), (F16, Q4_0, 64, 3)],
+    ids=str,
+)
+def test_rows_that_no_bulk_copy_takes_are_clean(k_format, v_format, head_dim, heads):
+    """In check mode: nothing is read that nobody wrote, behind a slice of V neither."""
+    with host_options(check=True, thread_order="reverse"), Device("host") as device:
+        stream = device.stream(name="checked")
+        planes, rng = filled(stream, head_dim, 44, k_format, v_format, heads=heads)
+        agree(planes, normal(rng, 2, heads, head_dim), 40)
+        stream.close()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from rig import normal
 
 from memra_lowlevel.driver.host import runner
 from memra_lowlevel.formats import FORMATS, Q5_1, Q8_0
-from memra_lowlevel.kernels import kv_attend
+from memra_lowlevel.kernels import kv_attend_simt
 
 I32, F32 = np.int32, np.float32
 PARTIAL = "attend_partial<Q8_0, Q5_1, {d}, {d}, {queries}>"
@@ -24,14 +24,14 @@ def run_partial(
     used = length + n
     k, v = Q8_0.encode(normal(rng, used, d)), Q5_1.encode(normal(rng, used, d))
     q = normal(rng, n, group, d)
-    slots = kv_attend.n_slots(used, n, window, False)
+    slots = kv_attend_simt.n_slots(used, n, window, False)
     partial = np.full((n, group, slots, d + 2), np.nan, F32)
     tickets = None if joined is None else np.zeros(-(-n * group // queries), np.uint32)
     how = how or {"check": True}
     kernel = runner.quick(source, PARTIAL.format(d=d, queries=queries), **how)
     kernel(
-        (n_blocks, 1, -(-n * group // queries)), kv_attend._THREADS,
-        kv_attend.shared_bytes(d, d, queries),
+        (n_blocks, 1, -(-n * group // queries)), kv_attend_simt.THREADS,
+        kv_attend_simt.shared_bytes(d, d, queries),
         q, k, v, I32(n), I32(1), I32(group), I32(used), I32(window), I32(0), F32(d**-0.5), F32(0),
         np.array([length], I32), None, None, partial, I32(slots), tickets, np.zeros(group, F32),
         joined, None, order=order, seed=3,

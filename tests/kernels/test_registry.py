@@ -48,12 +48,12 @@ def test_attention_on_tensor_cores_does_not_spill(arch):
     """All shapes that an architecture's shared memory lets a launch take."""
     room = {"sm_80": 166_912, "sm_120": 101_376}.get(arch, 232_448)
     wanted = {
-        (shape := kv_attend_mma._shape(d, n_kv_heads, n_queries, room, short))
+        (shape := kv_attend_mma._shape(d, n_kv_heads, n_queries, room, block_warps))
         and (d, shape.queries, shape.heads)
         for d in kv_attend_mma.HEAD_DIMS
-        for n_kv_heads in (kv_attend_mma._ALIGNED_HEADS[d], 8)
+        for n_kv_heads in (1, kv_attend_mma._ALIGNED_HEADS[d], 3, 8)
         for n_queries in (4, 8, 32)
-        for short in (False, True)
+        for block_warps in (4, 8, 16)
     }
     names = [f"attend_mma<{d}, {queries}, {heads}>" for d, queries, heads in sorted(wanted)]
     image = compile_file("kv/attend_mma.cu", arch=arch, name_expressions=tuple(names))
