@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable
 from math import log
@@ -29,6 +30,7 @@ READ_BYTES = (
 COPY_BYTES = (*(n * _KIB for n in (16, 64, 256)), *(n * _MIB for n in (1, 4, 16, 64, 256)))
 _THREADS = 512
 _CHUNK_BYTES = 32 << 20
+_WAKE_S = 0.5
 
 
 class Ceilings:
@@ -108,6 +110,8 @@ def measure(run: Run) -> Ceilings:
     def copying(part: Buffer, to: Buffer) -> Callable[[], None]:
         return lambda: launch(stream, wide(part), copy, part, to, part.n_bytes // 16)
 
+    if not run.small:
+        _wake(run, reading(source))
     read_us, copy_us = {}, {}
     for n_bytes in reads:
         samples = run.timed([reading(p) for p in parts(source, n_bytes)])
@@ -124,6 +128,15 @@ def measure(run: Run) -> Ceilings:
     for buffer in (source, target, out):
         buffer.close()
     return Ceilings(read_us, copy_us)
+
+
+def _wake(run: Run, read: Callable[[], None]) -> None:
+    """Keep an idle device busy until its clocks have settled."""
+    end = time.perf_counter() + _WAKE_S
+    while time.perf_counter() < end:
+        for _ in range(16):
+            read()
+        run.stream.sync()
 
 
 def _size(n_bytes: int) -> str:

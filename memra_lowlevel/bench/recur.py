@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..runtime.memory import Buffer
     from .run import Run
 
-__all__ = ["measure_recur"]
+__all__ = ["measure_recur", "steps"]
 
 GOALS = {1: 2.3, 4: 3.8, 8: 5.5}
 """Tokens of a launch to the time to reach, in µs: 32 heads of 128 x 128 states in f32."""
@@ -33,8 +33,44 @@ def measure_recur(run: Run) -> None:
 
 
 def _step(run: Run, n: int, goal: float, stack: ExitStack) -> None:
+    n_heads, d = _heads(run)
+    state_bytes = 4 * n_heads * d * d
+    n_states = n_sets(state_bytes * (n + 1), small=run.small)
+    calls = steps(run, n, n_states, stack)
+    calls(False)[0]()  # loads the kernel
+    run.stream.sync()
+    for early in (True, False) if starts_early(run.device, True) else (False,):
+        row = Row(
+            f"recur {n_heads}x{d}x{d}, {n} tokens{', starts early' if early else ''}", "us",
+            run.timed(calls(early)), goal=goal,
+            extra={"bytes": state_bytes * (n + 1), "sets": n_states},
+        )  # fmt: skip
+        if not run.small:
+            row.floor = run.ceilings.copy_us(state_bytes * (n + 1) // 2)
+        run.add(row)
+
+
+def steps(
+    run: Run, n: int, n_states: int, stack: ExitStack
+) -> Callable[[bool], list[Callable[[], None]]]:
+    """Give what makes the launches of ``n`` tokens, one over each of ``n_states`` sets of buffers.
+
+    Parameters
+    ----------
+    run : Run
+    n : int
+        Tokens of a launch.
+    n_states : int
+    stack : ExitStack
+        Closes the buffers.
+
+    Returns
+    -------
+    callable
+        Takes whether a launch may start early.
+    """
     device, stream = run.device, run.stream
-    n_heads, d = (2, 64) if run.small else (32, 128)
+    n_heads, d = _heads(run)
     width, n_slots = 3 * n_heads * d, n + 1
     random = np.random.default_rng(n)
 
@@ -44,14 +80,13 @@ def _step(run: Run, n: int, goal: float, stack: ExitStack) -> None:
         stack.callback(buffer.close)
         return buffer
 
-    state_bytes = 4 * n_heads * d * d
     slot = device.zeros(1, np.int32, stream, "slot")
     stack.callback(slot.close)
     weights, a, bias = up(width, _TAPS), up(n_heads), up(n_heads)
     sets = [
         (up(n, width), up(n_slots, width, _TAPS - 1), up(n_slots, n_heads, d, d), up(n, n_heads),
          up(n, n_heads), up(n, n_heads, d))
-        for _ in range(n_sets(state_bytes * n_slots, small=run.small))
+        for _ in range(n_states)
     ]  # fmt: skip
 
     def calls(early: bool) -> list[Callable[[], None]]:
@@ -63,14 +98,9 @@ def _step(run: Run, n: int, goal: float, stack: ExitStack) -> None:
 
         return [call(*buffers) for buffers in sets]
 
-    calls(False)[0]()  # loads the kernel
-    stream.sync()
-    for early in (True, False) if starts_early(device, True) else (False,):
-        row = Row(
-            f"recur {n_heads}x{d}x{d}, {n} tokens{', starts early' if early else ''}", "us",
-            run.timed(calls(early)), goal=goal,
-            extra={"bytes": state_bytes * (n + 1), "sets": len(sets)},
-        )  # fmt: skip
-        if not run.small:
-            row.floor = run.ceilings.copy_us(state_bytes * (n + 1) // 2)
-        run.add(row)
+    return calls
+
+
+def _heads(run: Run) -> tuple[int, int]:
+    """Heads and the side of a state."""
+    return (2, 64) if run.small else (32, 128)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
 from . import sources
+from .clock import spread
 
 if TYPE_CHECKING:
     from ..runtime.device import Device
@@ -111,11 +112,7 @@ class Row:
     @property
     def spread(self) -> float:
         """Half the interquartile range over the median, 0 for fewer than 4 samples."""
-        ordered = sorted(self.samples)
-        n = len(ordered)
-        if n < 4 or not self.median:
-            return 0.0
-        return (ordered[3 * n // 4] - ordered[n // 4]) / 2 / self.median
+        return spread(self.samples)
 
     @property
     def share(self) -> float | None:

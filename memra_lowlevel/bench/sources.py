@@ -36,6 +36,10 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
         "graph/executable.py",
     ),
     "compile": ("cuda:**/*.cu", "compile/*.py", "kernels/*.py"),
+    "counters": (
+        "cuda:kv/attend*.cu", "cuda:kv/append*.cu", "cuda:model/*.cu", "cuda:recur/*.cu",
+        "kernels/kv_attend*.py", "kernels/kv_append*.py", "kernels/model*.py", "kernels/recur*.py",
+    ),
     "latent": ("cuda:latent/*.cu", "kernels/latent_*.py"),
     "recur": ("cuda:recur/*.cu", "kernels/recur*.py"),
     "layer_kv": (

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError
-from . import agree
+from . import agree, counters
 from .result import REPOSITORY, Result, load, ratio
 
 __all__ = [
@@ -304,6 +304,12 @@ def _launch(result: Result, kind: str) -> list[str]:
     return _markdown(["call", "host time", "±", "over C", "goal"], body) if body else []
 
 
+def _counters(result: Result, kind: str) -> list[str]:
+    """Return what ``tools/counters.py`` counted, one line per launch."""
+    body = [counters.cells(row) for row in result.group(kind)]
+    return _markdown(counters.head(), body) if body else []
+
+
 def _checks(result: Result, kind: str) -> list[str]:
     """Return the verdicts of ``tools/gpu_check.py``."""
     body = [
@@ -360,6 +366,7 @@ KINDS: dict[str, Callable[[Result, str], list[str]]] = {
     "latent": _plain,
     "recur": _plain,
     "layer_kv": _plain,
+    counters.GROUP: _counters,
     "checks": _checks,
     "missing": _missing,
 }
