@@ -32,6 +32,7 @@ class Planes:
         self.len_d = self.upload(np.zeros(1, np.int32))
         self.base_d = self.upload(np.zeros(1, np.int32)) if ring else None
         self.tickets = self.upload(np.zeros(kv_attend.TICKETS, np.uint32))
+        self.kernel = None  # that attends unless a call says otherwise
 
     def poisoned(self, n_bytes):
         buffer = self.device.alloc(n_bytes, self.stream)
@@ -85,6 +86,7 @@ class Planes:
         Not ``joined``: in two launches.
         """
         n, n_heads, _ = q.shape
+        options.setdefault("kernel", self.kernel)
         size = kv_attend.workspace_bytes(
             self.device, n, n_heads, self.head_dim_v, self.rows,
             window=options.get("window"), ring=self.base_d is not None,

@@ -21,6 +21,7 @@ BOUND = registry.spec("attend_partial").tolerance.value
 def filled(stream, n_kv_heads, head_dim, rows, *formats, seed=0, n=None, **options):
     rng = np.random.default_rng(seed)
     planes = Planes(stream, n_kv_heads, head_dim, rows, *formats, **options)
+    planes.kernel = "simt"
     n = rows if n is None else n
     planes.load(
         normal(rng, n, n_kv_heads * head_dim), normal(rng, n, n_kv_heads * planes.head_dim_v)
@@ -191,6 +192,7 @@ def test_a_ring_equals_a_flat_plane(stream):
     flat, rng = filled(stream, 2, 64, 1200)
     k, v = (plane.reshape(1200, -1) for plane in flat.bytes())
     ring = Planes(stream, 2, 64, 400, ring=True)
+    ring.kernel = flat.kernel
     for length, base in ((390, 0), (500, 128), (777, 611), (1190, 800)):
         n = length + 4 - base
         for buffer, rows in ((ring.k, k), (ring.v, v)):
@@ -303,7 +305,7 @@ def test_sequences_of_a_table(stream):
     kv_attend.attend(
         stream, planes[0].upload(q), None, None, out, len_d=None, k_format=Q8_0, v_format=Q5_1,
         rows=320, n_kv_heads=2, head_dim=64, window=150, table=planes[0].upload(table),
-        workspace=planes[0].poisoned(size).view(0, (size // 4,), np.float32),
+        workspace=planes[0].poisoned(size).view(0, (size // 4,), np.float32), kernel="simt",
     )  # fmt: skip
     got = out.to_numpy(stream)
     assert all(same(got[r], singles[r][0]) for r in range(5))

@@ -366,7 +366,7 @@ def test_planes_whose_sums_could_overflow_are_left_to_the_other_kernel(device):
     most = kv_attend_mma.MOST_ROWS
     assert kv_attend_mma.chunk_keys(most) * 255 * 62 < 2**31  # digits times doubled codes
     for rows, kernel in ((most, "mma"), (most + 1, "simt")):
-        refusal = kv_attend_mma.refusal(device, Q8_0, Q5_1, 128, 128, 8, rows)
+        refusal = kv_attend_mma.refusal(device, Q8_0, Q5_1, 128, 128, rows)
         assert (refusal is None) == (kernel == "mma")
     for wrong in ("5", 2.5, -1):
         with pytest.raises(errors.ArgumentError, match="choose: rows"):
