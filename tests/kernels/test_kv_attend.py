@@ -375,7 +375,8 @@ def test_refusals(stream):
     def call(q=queries, out=out, workspace=big, rows=50, **more):
         kv_attend.attend(
             stream, q, planes.k, planes.v, out, len_d=planes.len_d, k_format=Q8_0, v_format=Q5_1,
-            rows=rows, n_kv_heads=2, head_dim=64, workspace=workspace, **more,
+            rows=rows, n_kv_heads=2, head_dim=64, workspace=workspace,
+            **{"kernel": planes.kernel, **more},
         )  # fmt: skip
 
     for bad in (
