@@ -100,6 +100,7 @@ CASES = (
     Counted("attend 32/8/128 ctx 4096, q8_0/q5_1", ATTENTION),
     Counted("attend 32/8/128 ctx 32768, q8_0/q5_1", ATTENTION),
     Counted("attend 32/8/128 ctx 131072, q8_0/q5_1", ATTENTION),
+    Counted("attend 32/8/128 ctx 524288, q8_0/q5_1", ATTENTION),
     Counted("attend 32/8/128 ctx 1048576, q8_0/q5_1", ATTENTION),
     Counted("attend 64/8/128 ctx 32768, q8_0/q5_1", ATTENTION),
     Counted("attend 64/8/128 ctx 131072, q8_0/q5_1", ATTENTION),
