@@ -26,9 +26,25 @@ ROOT = cuda_src_root()
 SOURCES = sorted(str(path.relative_to(ROOT)) for path in ROOT.rglob("*.cu"))
 
 
+def only_for_gpus(lines):
+    """Whether the line behind these lies in the first branch of an ``#if MEMRA_CUDA``."""
+    branches = []
+    for line in lines:
+        word, _, condition = line.strip().partition(" ")
+        if word in ("#if", "#ifdef", "#ifndef"):
+            branches.append(word == "#if" and condition.startswith("MEMRA_CUDA"))
+        elif word in ("#else", "#elif"):
+            branches[-1] = False
+        elif word == "#endif":
+            branches.pop()
+    return any(branches)
+
+
 def runs_on_the_host(mutation):
-    """Whether no enclosing branch is that of a path for newer GPUs."""
+    """Whether no enclosing branch is that of a path for GPUs, or for newer ones."""
     lines = Path(mutation.file).read_text().splitlines()
+    if only_for_gpus(lines[: mutation.line - 1]):
+        return False
     inside = len(lines[mutation.line - 1]) - len(lines[mutation.line - 1].lstrip())
     for line in reversed(lines[: mutation.line - 1]):
         indent = len(line) - len(line.lstrip())
