@@ -323,8 +323,7 @@ __device__ __forceinline__ void add_wild_values(WarpState<KF, VF, D, SETS>& stat
 
 // Adds a warp's keys of a step, from `key` on, to the sums. k, v: their rows, at the head; skew: bytes of v
 // behind a piece of 16; shared: fragments of q; masked: some query does not see some key; seen as in
-// add_wild_values().
-// The lanes have met since the step before, whose tables they read.
+// add_wild_values(). The lanes have met since the step before, whose tables they read.
 template <int PITCH_K, int PITCH_V, int KF, int VF, int D, int SETS, class Seen>
 __device__ __forceinline__ void step(WarpState<KF, VF, D, SETS>& state, const uint8_t* k, const uint8_t* v,
                                      int skew, int lane, const uint4 (*shared)[WARP_LANES],
