@@ -33,20 +33,22 @@ def refusal(what: str, got: Any, expected: str, remedy: str = "") -> ArgumentErr
     )
 
 
-def asked_by(who: str, call: str, error: MemraError) -> None:
+def asked_by(who: str, call: str | tuple[str, ...], error: MemraError) -> None:
     """Let the refusal of an inner call name the object that was used, and the caller's line.
 
     Parameters
     ----------
     who : str
         The method that the user called, with the object's name: ``"cache.3.attend"``.
-    call : str
-        The inner call, which a message may begin with.
+    call : str or tuple of str
+        The inner call, or several, which a message may begin with.
     """
     text = str(error)
     if text.startswith(who):
         return
-    text = f"{who}: {text.removeprefix(f'{call}: ')}"
+    for inner in (call,) if isinstance(call, str) else call:
+        text = text.removeprefix(f"{inner}: ")
+    text = f"{who}: {text}"
     error.args = (text if "(from " in text else f"{text} (from {caller()})",)
 
 

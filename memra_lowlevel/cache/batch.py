@@ -137,11 +137,11 @@ class KvBatch(Closing):
             layer.check_reads(stream, "attend", n, counted=False)
         window = first.window if window is None else window
         n_heads = q.shape[1] if len(q.shape) == 3 else 1
-        n_bytes = kv_attend.workspace_bytes(
-            first.device, self.n_rows, n_heads, first.head_dim_v, first.rows, window=window,
-            ring=True, kernel=options.get("kernel"),
-        )  # fmt: skip
         try:
+            n_bytes = kv_attend.workspace_bytes(
+                first.device, self.n_rows, n_heads, first.head_dim_v, first.rows, window=window,
+                ring=True, kernel=options.get("kernel"),
+            )  # fmt: skip
             kv_attend.attend(
                 stream, q, None, None, out, len_d=None, k_format=first.k_format,
                 v_format=first.v_format, rows=first.rows, n_kv_heads=first.n_kv_heads,
@@ -152,7 +152,8 @@ class KvBatch(Closing):
             )  # fmt: skip
         except (ArgumentError, CaptureForbidden, FormatUnsupported) as error:
             names = ", ".join(layer.name for layer in self.layers)
-            expect.asked_by(f"KvBatch({names}).attend", "attend", error)
+            inner = "attend", "workspace_bytes"
+            expect.asked_by(f"KvBatch({names}).attend", inner, error)
             raise
         self._keep(stream)
 

@@ -347,7 +347,7 @@ class KvLayer(OneLength):
                 numeric=numeric, kernel=kernel, programmatic=programmatic,
             )  # fmt: skip
         except (ArgumentError, CaptureForbidden, FormatUnsupported) as error:
-            expect.asked_by(f"{self.name}.attend", "attend", error)
+            expect.asked_by(f"{self.name}.attend", ("attend", "workspace_bytes"), error)
             raise
 
     # -- the length -------------------------------------------------------------------------------

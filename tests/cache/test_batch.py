@@ -114,5 +114,7 @@ def test_a_kernel_may_be_named(device, stream, kernel):
     batch.append(stream, k, v)
     batch.attend(stream, q, out, kernel=kernel)
     assert np.isfinite(out.to_numpy(stream)).all()
+    with pytest.raises(ArgumentError, match=r"^KvBatch\(kv, kv\).attend: kernel got 'fast'"):
+        batch.attend(stream, q, out, kernel="fast")
     for owned in (batch, *layers):
         owned.close()
