@@ -85,7 +85,7 @@ FAULTS = (
         "memra_lowlevel/cache/kv_layer.py",
         "        self.lengths.set_base(stream, self.index, new_base)",
         "        pass",
-        ("tests/cache/test_kv_layer.py::test_ring_equals_flat_bit_for_bit",),
+        ("tests/cache/test_kv_ring.py::test_ring_equals_flat_bit_for_bit",),
     ),
     Fault(
         "window-edge", "a window shows one key too many",
