@@ -8,8 +8,9 @@ and takes a few milliseconds.
 from __future__ import annotations
 
 import os.path
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .lazy import attach
 
 if TYPE_CHECKING:
     from . import cache, errors, formats, layer_kv, speculative
@@ -69,35 +70,14 @@ __all__ = [
     "sync_counters",
 ]
 
-_HOMES = {
-    **dict.fromkeys(
-        ("CompileOptions", "Kernel", "Module", "compile_file", "compile_source"), ".compile"
+_HOMES: dict[str, tuple[str, ...]] = {
+    "compile": ("CompileOptions", "Kernel", "Module", "compile_file", "compile_source"),
+    "graph": ("CaptureMode", "DeviceCounter", "Graph", "GraphExec", "sync_counters"),
+    "runtime": (
+        "Arena", "Buffer", "Device", "Event", "LaunchConfig", "PinnedBuffer", "PreparedLaunch",
+        "Stream", "census", "launch", "launch_many", "no_leaks", "prepare",
     ),
-    **dict.fromkeys(
-        ("CaptureMode", "DeviceCounter", "Graph", "GraphExec", "sync_counters"), ".graph"
-    ),
-    **dict.fromkeys(
-        (
-            "Arena", "Buffer", "Device", "Event", "LaunchConfig", "PinnedBuffer",
-            "PreparedLaunch", "Stream", "census", "launch", "launch_many", "no_leaks", "prepare",
-        ),
-        ".runtime",
-    ),
+    **dict.fromkeys(("cache", "errors", "formats", "layer_kv", "speculative"), ()),
 }  # fmt: skip
-_PACKAGES = ("cache", "errors", "formats", "layer_kv", "speculative")
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is not None:
-        value = getattr(import_module(home, __name__), name)
-    elif name in _PACKAGES:
-        value = import_module("." + name, __name__)
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = attach(__name__, _HOMES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -62,18 +63,28 @@ def test_every_error_is_documented():
     assert not missing
 
 
-def test_import_is_light_and_makes_no_cuda_call():
+def test_import_is_light_and_makes_no_cuda_call(tmp_path):
     code = (
-        "import sys, time; t = time.process_time(); import memra_lowlevel; "
-        "from memra_lowlevel import Device; d = time.process_time() - t; "
-        "assert not [m for m in sys.modules if m.startswith('cuda.bindings')], 'bindings loaded'; "
-        "print(d)"
+        "import sys, time; from time import process_time as now; a = now(); "
+        "import memra_lowlevel; b = now(); import numpy; c = now(); "
+        "from memra_lowlevel import Device; d = now(); "
+        "unwanted = {m for m in sys.modules if m.startswith('cuda.bindings')}; "
+        "unwanted |= sys.modules.keys() & {'memra_lowlevel.compile.compiler'}; "
+        "assert not unwanted, unwanted; print(b - a, d - c)"
     )
-    best = min(
-        float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout)
-        for _ in range(5)
-    )
-    assert best < 0.3
+    # An installed package has its bytecode; a checkout under PYTHONDONTWRITEBYTECODE has none.
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, env=environment
+        ).stdout.split()
+        for _ in range(6)
+    ]
+    package, device = (min(map(float, times)) for times in zip(*runs, strict=True))
+    assert package < 0.1
+    # NumPy takes 0.1 s on one machine and 0.25 s on another; the promise of 0.3 s leaves us this.
+    assert device < 0.15
 
 
 def test_the_product_speaks_of_itself_alone():

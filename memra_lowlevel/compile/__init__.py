@@ -1,18 +1,26 @@
 """Run-time compilation: NVRTC for GPUs, the system's C++ compiler for the host device.
 
 ``compile_source`` and ``compile_file`` give a :class:`CompiledImage`; ``Module`` loads it. Nothing
-here touches a GPU or loads NVRTC when it is imported.
+here touches a GPU or loads NVRTC when it is imported, and a name is loaded on first use: a process
+that launches kernels needs no compiler.
 """
 
-from .arch import DEFAULT_ARCHS
-from .cache import KernelCache, default_cache
-from .compiler import Job, compile_each, compile_file, compile_many, compile_source
-from .image import CompiledImage
-from .logs import Resources
-from .module import Kernel, Module, Param
-from .options import CompileOptions
-from .signature import ParamDecl, Signature
-from .source import cuda_src_root, kernel_sources
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..lazy import attach
+
+if TYPE_CHECKING:
+    from .arch import DEFAULT_ARCHS
+    from .cache import KernelCache, default_cache
+    from .compiler import Job, compile_each, compile_file, compile_many, compile_source
+    from .image import CompiledImage
+    from .logs import Resources
+    from .module import Kernel, Module, Param
+    from .options import CompileOptions
+    from .signature import ParamDecl, Signature
+    from .source import cuda_src_root, kernel_sources
 
 __all__ = [
     "DEFAULT_ARCHS",
@@ -34,3 +42,36 @@ __all__ = [
     "default_cache",
     "kernel_sources",
 ]
+
+_HOMES = {
+    "arch": ("DEFAULT_ARCHS",),
+    "cache": (
+        "KernelCache",
+        "default_cache",
+    ),
+    "compiler": (
+        "Job",
+        "compile_each",
+        "compile_file",
+        "compile_many",
+        "compile_source",
+    ),
+    "image": ("CompiledImage",),
+    "logs": ("Resources",),
+    "module": (
+        "Kernel",
+        "Module",
+        "Param",
+    ),
+    "options": ("CompileOptions",),
+    "signature": (
+        "ParamDecl",
+        "Signature",
+    ),
+    "source": (
+        "cuda_src_root",
+        "kernel_sources",
+    ),
+}
+
+__getattr__, __dir__ = attach(__name__, _HOMES)
