@@ -30,6 +30,7 @@ __all__ = [
 K = 1024
 _FILL_ROWS = 4096
 _ALIGN = 256
+_HEAVY_BYTES = 100 << 20  # from here on a device without rest meets its power limit
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,8 @@ def measure_case(run: Run, case: Case) -> Row:
         for layer in layers[:2]:
             layer.attend(stream, q, out)  # loads the kernels, sizes the workspace
         stream.sync()
-        samples = run.timed([_attending(run, layer, q, out) for layer in layers])
+        calls = [_attending(run, layer, q, out) for layer in layers]
+        samples = run.timed(calls)
         row = Row(
             f"{run.group} {case.what}", "us", samples, work=f"{run.group} {case.work}",
             goal=case.goal,
@@ -189,6 +191,8 @@ def measure_case(run: Run, case: Case) -> Row:
         )  # fmt: skip
         if not run.small:
             row.floor = run.ceilings.read_us(n_bytes)
+            if n_bytes >= _HEAVY_BYTES:
+                row.extra["sustained"] = run.sustained(calls)
         for buffer in (q, out):
             buffer.close()
     return run.add(row)

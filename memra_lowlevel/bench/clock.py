@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -12,13 +14,18 @@ if TYPE_CHECKING:
     from ..runtime.device import Device
     from ..runtime.stream import Stream
 
-__all__ = ["ROTATION_BYTES", "graph_us", "host_us", "host_us_in_turn", "n_sets", "spread"]
+__all__ = [
+    "ROTATION_BYTES", "graph_us", "host_us", "host_us_in_turn", "n_sets", "spread", "sustained_us",
+]  # fmt: skip
 
 ROTATION_BYTES = 192 << 20
 """Bytes over which repeated work rotates: three times the largest L2, so that none serves it."""
 
 _MAX_SETS = 512
 _N_CALLS = 48
+_SAMPLE_MS = 4.0
+_REST = 3.0
+_SUSTAINED_MS = 150.0
 _N_WARM = 3
 _STEADY = 0.01
 _MOST_TURNS = 4
@@ -45,7 +52,13 @@ def graph_us(
     *,
     small: bool = False,
 ) -> list[float]:
-    """Time per call, in µs, of ``calls`` captured back to back in one graph.
+    """Time per call, in µs, of ``calls`` captured back to back in one graph, by a rested device.
+
+    Under load that fills it, a device reaches its power limit within some 50 ms and lowers its
+    clocks by as much as its silicon and its temperature demand, another amount on each machine and
+    at each hour. So after each sample the device rests three times as long as the sample took:
+    every sample is taken at full clocks. What a device does that gets no rest is told by
+    :func:`sustained_us`.
 
     Parameters
     ----------
@@ -54,7 +67,7 @@ def graph_us(
     calls
         Each enqueues the same work on ``stream``, over another set of buffers, so that together
         they move more than the L2 holds. Few of them are repeated until one replay is long enough
-        that its own launch does not count.
+        that its own launch does not count: 48 calls or 4 ms.
     n_samples
         Replays timed, after some that are not; up to four times as many while their spread is above
         1 %, since what disturbs a machine passes.
@@ -67,13 +80,68 @@ def graph_us(
         One value per replay: elapsed time of the graph over the number of calls.
     """
     if small:
-        n_samples = 3
-    else:
-        calls = list(calls) * max(1, _N_CALLS // len(calls))
+        with _replays(device, stream, calls) as replay:
+            return [replay() * 1e3 / len(calls) for _ in range(1 + 3)][1:]
+    samples: list[float] = []
+    calls = _enough(device, stream, calls)
+    with _replays(device, stream, calls) as replay:
+        for _ in range(_MOST_TURNS):
+            for i in range(n_samples + _N_WARM):
+                ms = replay()
+                time.sleep(_REST * ms / 1e3)
+                if i >= _N_WARM:
+                    samples.append(ms * 1e3 / len(calls))
+            if spread(samples) <= _STEADY:
+                break
+    return samples
+
+
+def sustained_us(
+    device: Device, stream: Stream, calls: Sequence[Callable[[], None]]
+) -> list[float]:
+    """Time per call, in µs, of a device that gets no rest: what its power limit leaves of it.
+
+    Parameters
+    ----------
+    device, stream, calls
+        As for :func:`graph_us`.
+
+    Returns
+    -------
+    list of float
+        One value per replay in the second half of 300 ms of work without a pause.
+    """
+    calls = _enough(device, stream, calls)
+    samples: list[float] = []
+    with _replays(device, stream, calls) as replay:
+        busy_ms = 0.0
+        while busy_ms < 2 * _SUSTAINED_MS:
+            ms = replay()
+            busy_ms += ms
+            if busy_ms >= _SUSTAINED_MS:
+                samples.append(ms * 1e3 / len(calls))
+    return samples
+
+
+def _enough(
+    device: Device, stream: Stream, calls: Sequence[Callable[[], None]]
+) -> list[Callable[[], None]]:
+    """Repeat few calls until a replay of them lasts."""
+    with _replays(device, stream, calls) as replay:
+        replay()
+        ms = replay()
+    most = _N_CALLS // len(calls)
+    return list(calls) * max(1, min(most, math.ceil(_SAMPLE_MS / ms) if ms else most))
+
+
+@contextmanager
+def _replays(
+    device: Device, stream: Stream, calls: Sequence[Callable[[], None]]
+) -> Iterator[Callable[[], float]]:
+    """Capture calls; what it gives replays them once, waits, and tells how many ms that took."""
     with stream.capture("bench") as graph:
         for call in calls:
             call()
-    samples = []
     with (
         graph,
         graph.instantiate() as step,
@@ -81,18 +149,15 @@ def graph_us(
         device.event(timing=True) as end,
     ):
         step.upload(stream)
-        warm, turns = (1, 1) if small else (_N_WARM, _MOST_TURNS)
-        for _ in range(turns):
-            for i in range(n_samples + warm):
-                stream.record(begin)
-                step.launch(stream)
-                stream.record(end)
-                stream.sync()
-                if i >= warm:
-                    samples.append(end.elapsed_ms(begin) * 1e3 / len(calls))
-            if spread(samples) <= _STEADY:
-                break
-    return samples
+
+        def replay() -> float:
+            stream.record(begin)
+            step.launch(stream)
+            stream.record(end)
+            stream.sync()
+            return end.elapsed_ms(begin)
+
+        yield replay
 
 
 def host_us(

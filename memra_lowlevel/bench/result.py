@@ -310,7 +310,9 @@ def _row(data: dict[str, Any]) -> Row:
         _expect(sample, int | float, "a sample")
     for name in ("floor", "goal"):
         _expect(getattr(row, name), int | float | None, name)
-    _expect(_expect(row.extra, dict, "extra").get("over_one_row", 1.0), int | float, "over_one_row")
+    _expect(row.extra, dict, "extra")
+    for name in ("over_one_row", "sustained"):
+        _expect(row.extra.get(name, 1.0), int | float, name)
     return row
 
 

@@ -6,9 +6,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import median
 from typing import TYPE_CHECKING
 
-from .clock import graph_us
+from .clock import graph_us, sustained_us
 from .result import Row
 
 if TYPE_CHECKING:
@@ -97,6 +98,10 @@ class Run:
     def timed(self, calls: Sequence[Callable[[], None]], n_samples: int = 15) -> list[float]:
         """Time calls on the device, in µs each; see :func:`~.clock.graph_us`."""
         return graph_us(self.device, self.stream, calls, n_samples, small=self.small)
+
+    def sustained(self, calls: Sequence[Callable[[], None]]) -> float:
+        """Time calls on a device that gets no rest, in µs; see :func:`~.clock.sustained_us`."""
+        return median(sustained_us(self.device, self.stream, calls))
 
     @contextmanager
     def guard(self, name: str) -> Iterator[None]:

@@ -259,7 +259,8 @@ def _attend(result: Result, kind: str) -> list[str]:
     peers = list(dict.fromkeys(row.peer for row in rows if row.peer is not None))
     of_peer = {(row.work, row.peer): row for row in rows if row.peer is not None}
     first = dict.fromkeys(row.work for row in ours)
-    head = ["µs", "MB", "floor", "ours", "±", "share", "goal", *peers]
+    unrested = ["without rest"] if any("sustained" in row.extra for row in ours) else []
+    head = ["µs", "MB", "floor", "ours", "±", *unrested, "share", "goal", *peers]
     body = []
     for row in ours:
         beside = [of_peer.get((row.work, peer)) for peer in peers]
@@ -273,6 +274,7 @@ def _attend(result: Result, kind: str) -> list[str]:
                 _number(row.floor),
                 f"**{_number(row.median)}**",
                 f"{row.spread:.1%}",
+                *(_number(row.extra.get("sustained")) for _ in unrested),
                 _percent(row.share),
                 ""
                 if row.goal is None
