@@ -186,7 +186,8 @@ def _flags(compiler: Compiler, check: bool, sanitize: Sanitizer | None) -> list[
         "-fno-plt", "-fsigned-char", "-U_FORTIFY_SOURCE", *cpu_flags(),
     ]  # fmt: skip
     if compiler.kind == "gcc":
-        flags.append("-fno-gnu-unique")
+        # Lines are wanted, not where variables lie: following those is a third of the work.
+        flags += ["-fno-gnu-unique", "-fno-var-tracking", "-fno-var-tracking-assignments"]
     if sanitize != "undefined":
         flags.append("-fwrapv")
     if check:
