@@ -97,12 +97,16 @@ def check_limits(launcher: Launcher, config: LaunchConfig) -> None:
         for axis, n, most in zip("xyz", asked, allowed, strict=True):
             if not 1 <= n <= most:
                 raise _limit(kernel, f"{what}.{axis}", most, n, f"1 … {most}")
-    most = min(
-        limits.threads_per_block,
-        attributes.get("max_threads_per_block", limits.threads_per_block),
-    )
+    own = attributes.get("max_threads_per_block", limits.threads_per_block)
+    most = min(limits.threads_per_block, own)
     if config.n_threads > most:
-        raise _limit(kernel, "threads per block", most, config.n_threads, f"at most {most}")
+        text = f"at most {most}"
+        if own < limits.threads_per_block:
+            text += (
+                ", by the kernel's __launch_bounds__ or registers; launch smaller blocks, or give "
+                "__launch_bounds__ more in its source"
+            )
+        raise _limit(kernel, "threads per block", most, config.n_threads, text)
     static = attributes.get("shared_size_bytes", 0)
     room = limits.shared_optin_bytes - static
     if not 0 <= config.shared_bytes <= room:

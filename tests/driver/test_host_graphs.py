@@ -461,6 +461,14 @@ def test_launch_limits(
         bench.d.cuLaunchKernel(bench.func("empty"), grid, block, shared, bench.stream(), 0)
 
 
+def test_launch_bounds_are_a_limit_of_their_kernel(bench: Bench) -> None:
+    d, s, f = bench.d, bench.stream(), bench.func("narrow")
+    assert d.cuFuncGetAttribute(FuncAttribute.MAX_THREADS_PER_BLOCK, f) == 64
+    d.cuLaunchKernel(f, ONE, (32, 2, 1), 0, s, 0)
+    with pytest.raises(InvalidArgument, match="65 threads a block, at most 64"):
+        d.cuLaunchKernel(f, ONE, (65, 1, 1), 0, s, 0)
+
+
 def test_dynamic_shared_memory_above_the_default_needs_the_opt_in(bench: Bench) -> None:
     d, s, f = bench.d, bench.stream(), bench.func("shared")
     x = bench.ints([0] * 64)

@@ -242,6 +242,31 @@ def test_static_shared_memory_counts_towards_the_limit(device: Device, stream: S
     module.close()
 
 
+def test_a_block_beyond_the_launch_bounds_of_its_kernel(device: Device, stream: Stream) -> None:
+    source = """#include "common/device.cuh"
+    template <int WARPS>
+    __global__ void __launch_bounds__(WARPS * 32) count(int32_t* out) { atomicAdd(out, 1); }
+    """
+    image = compile_source(source, name_expressions=["count<3>"], arch=device.arch, name="count.cu")
+    module = device.module(image)
+    kernel = module.kernel("count<3>")
+    assert kernel.attributes["max_threads_per_block"] == 96
+    out = device.zeros(1, np.int32, stream)
+    n_calls = device.driver.counts()["cuLaunchKernel"]
+    for make in (launch, prepare):
+        with pytest.raises(errors.LaunchLimit) as caught:
+            make(stream, LaunchConfig(1, (32, 4)), kernel, out)
+        assert caught.value.what == "threads per block"
+        assert (caught.value.limit, caught.value.got) == (96, 128)
+        for words in ("count<3>", "at most 96", "__launch_bounds__", "smaller blocks"):
+            assert words in str(caught.value)
+    assert device.driver.counts()["cuLaunchKernel"] == n_calls
+    launch(stream, LaunchConfig(1, (32, 3)), kernel, out)
+    assert out.to_numpy(stream)[0] == 96
+    out.close()
+    module.close()
+
+
 def test_kernels_and_streams_of_different_devices(stream: Stream, kernels: Any, xy: Any) -> None:
     _, bx, by = xy
     with Device("host:1") as other:

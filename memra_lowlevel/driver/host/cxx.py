@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -105,14 +105,14 @@ def compile_host(
         text, folder = source, Path.cwd()
         head = f'#line 1 "{name}"\n{source}\n'
     folders = [Path(d).resolve() for d in include_dirs]
-    translated = dynamic_shared(text)
+    translated, bounded = launch_bounds(dynamic_shared(text))
     if translated != text:
         named = name if path is None else str(path)
         head = f'#line 1 "{named}"\n{translated}\n'
     names = list(dict.fromkeys([*plain_kernels(text), *name_expressions]))
     flags = [*_flags(compiler, check, sanitize), *_define_flags(defines or {})]
     runtime = runtime_library(check, sanitize)
-    unit = head + _table(names, sanitize)
+    unit = head + _table(names, bounded, sanitize)
     digest = hashlib.sha256()
     parts = (compiler.fingerprint, runtime.name, *flags, unit, *map(str, folders))
     digest.update("\0".join(parts).encode())
@@ -215,8 +215,8 @@ def _define_flags(defines: Mapping[str, object]) -> list[str]:
     return [f"-D{k}={1 if v is None or v is True else v}" for k, v in sorted(defines.items())]
 
 
-def _table(names: Sequence[str], sanitize: Sanitizer | None) -> str:
-    rows = "".join(f'  memra::Launch<{n}>::entry("{n}"),\n' for n in names)
+def _table(names: Sequence[str], bounded: Set[str], sanitize: Sanitizer | None) -> str:
+    rows = "".join(f'  memra::Launch<{n}{_bound_of(n, bounded)}>::entry("{n}"),\n' for n in names)
     flag = {"undefined": "memra::MODULE_UBSAN", "address": "memra::MODULE_ASAN"}.get(
         sanitize or "", "0"
     )
@@ -274,9 +274,7 @@ def dynamic_shared(text: str) -> str:
     """
     if _EXTERN_SHARED.search(text) is None:
         return text
-    # Comments, strings and directives become blanks of the same length, so that places agree.
-    plain = _COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), text)
-    plain = _DIRECTIVE.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), plain)
+    plain = _blanked(text)
     out, at = [], 0
     for found in _DYNAMIC.finditer(plain):
         if not _in_function(plain[: found.start()]):
@@ -286,6 +284,74 @@ def dynamic_shared(text: str) -> str:
         out += [text[at : found.start()], f"{kind}* const {found['name']} = {pointer}{lines}"]
         at = found.end()
     return "".join([*out, text[at:]])
+
+
+def _blanked(text: str) -> str:
+    """Blank out comments, strings and directives, so that what is left stays in its place."""
+    for what in (_COMMENT, _DIRECTIVE):
+        text = what.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), text)
+    return text
+
+
+_BOUNDS = re.compile(r"__launch_bounds__\s*\((.*)\)", re.S)
+_BEFORE_KERNEL = re.compile(
+    r"(?:\A|[;{}])\s*(?P<head>(?P<template>template\s*<[^;{}]*>\s*)?(?:(?:extern|static|inline)\s+)*)\Z"
+)
+
+
+def launch_bounds(text: str) -> tuple[str, Set[str]]:
+    """Put a function ``memra_bound_NAME`` before kernels with ``__launch_bounds__``; lines stay.
+
+    It has the kernel's own template parameters and scope, for bounds are written in terms of them.
+    C++ has no attribute that would keep a number.
+
+    Returns
+    -------
+    str
+        The text.
+    set of str
+        Names of the kernels whose bounds can be asked for. A kernel in a header or out of a macro
+        has none, nor one with words of its own before ``__global__``.
+    """
+    if "__launch_bounds__" not in text:
+        return text, frozenset()
+    plain = _blanked(text)
+    places: list[tuple[int, str, str]] = []
+    unclear = set()
+    for kernel in _KERNEL.finditer(plain):
+        name, bounds = kernel["name"], _BOUNDS.search(kernel["between"])
+        before = _BEFORE_KERNEL.search(plain[: kernel.start()])
+        if before is None:
+            unclear.add(name)
+        elif _is_definition(plain[kernel.end() :]):
+            value = f"memra::launch_bound({bounds[1]})" if bounds else "0"
+            made = f"{before['template'] or ''} constexpr unsigned memra_bound_{name}() "
+            made += f"{{ return {value}; }} "
+            places.append((before.start("head"), name, " ".join(made.split())))
+    bounded = {name for _, name, made in places if "launch_bound(" in made} - unclear
+    out, at = [], 0
+    for place, name, made in places:
+        if name in bounded:
+            out += [text[at:place], made, " "]
+            at = place
+    return "".join([*out, text[at:]]), bounded
+
+
+def _is_definition(after: str) -> bool:
+    """Whether a body follows on the parameters, of which ``after`` begins behind the bracket."""
+    depth = 1
+    for bracket in re.finditer(r"[()]", after):
+        depth += 1 if bracket.group() == "(" else -1
+        if depth == 0:
+            return after[bracket.end() :].lstrip().startswith("{")
+    return False
+
+
+def _bound_of(name_expression: str, bounded: Set[str]) -> str:
+    """Give the second argument of ``memra::Launch``, with its comma; empty for no bounds."""
+    head, angle, arguments = name_expression.lstrip("& ").partition("<")
+    scope, colons, name = head.strip().rpartition("::")
+    return f", {scope}{colons}memra_bound_{name}{angle}{arguments}()" if name in bounded else ""
 
 
 def _in_function(before: str) -> bool:

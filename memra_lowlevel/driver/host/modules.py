@@ -49,6 +49,7 @@ class HostFunction:
     native: Any
     sizes: tuple[int, ...]
     offsets: tuple[int, ...]
+    max_threads: int
     shared_bytes: int = 0
     settings: dict[FuncAttribute, int] = field(default_factory=dict)
     accepted: set[tuple[Dim3, Dim3, int]] = field(default_factory=set)
@@ -171,6 +172,7 @@ class HostModules(HostStreams):
             native,
             sizes,
             _natural_offsets(sizes),
+            runner.max_threads(native),
             runner.static_shared_bytes(native),
         )
         found.functions[name] = func.handle
@@ -192,7 +194,7 @@ class HostModules(HostStreams):
     def cuFuncGetAttribute(self, attribute: FuncAttribute, func: int) -> int:
         f = self._func(func, "cuFuncGetAttribute")
         default = {
-            FuncAttribute.MAX_THREADS_PER_BLOCK: 1024,
+            FuncAttribute.MAX_THREADS_PER_BLOCK: f.max_threads,
             FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES: 48 << 10,
             FuncAttribute.SHARED_SIZE_BYTES: f.shared_bytes,
         }
@@ -273,10 +275,10 @@ class HostModules(HostStreams):
                         kernel=params.func,
                     )  # fmt: skip
         threads = params.block[0] * params.block[1] * params.block[2]
-        if threads > lim[A.MAX_THREADS_PER_BLOCK]:
+        if threads > f.max_threads:
             raise self._error(
                 "CUDA_ERROR_INVALID_VALUE", call,
-                f"{threads} threads a block, at most {lim[A.MAX_THREADS_PER_BLOCK]}",
+                f"{threads} threads a block, at most {f.max_threads}",
                 kernel=params.func,
             )  # fmt: skip
         shared_limit = f.settings.get(

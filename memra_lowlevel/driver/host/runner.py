@@ -40,6 +40,7 @@ __all__ = [
     "function_names",
     "get_function",
     "load",
+    "max_threads",
     "module_flags",
     "note_copy",
     "note_write",
@@ -53,6 +54,7 @@ __all__ = [
 Order = Literal["forward", "reverse", "random"]
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 MAX_SHARED_BYTES = 227 * 1024
+MAX_THREADS = 1024
 _LONGEST = 1e8  # seconds that a clock in nanoseconds can add
 Dim = int | tuple[int, ...]
 
@@ -87,6 +89,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "memra_function_name": (ctypes.c_char_p, (_P,)),
     "memra_function_shared_bytes": (_U64, (_P,)),
     "memra_function_n_params": (_U32, (_P,)),
+    "memra_function_max_threads": (_U32, (_P,)),
     "memra_function_param_sizes": (ctypes.POINTER(_U32), (_P,)),
     "memra_run": (ctypes.c_int, (_P, _P, _P, _U32, _P, _P, _P)),
 }
@@ -290,6 +293,11 @@ def param_sizes(func: int) -> tuple[int, ...]:
     rt = runtime()
     sizes = rt.memra_function_param_sizes(func)
     return tuple(int(sizes[i]) for i in range(rt.memra_function_n_params(func)))
+
+
+def max_threads(func: int) -> int:
+    """Most threads of a block of a kernel: its ``__launch_bounds__`` where they say less."""
+    return min(MAX_THREADS, int(runtime().memra_function_max_threads(func)) or MAX_THREADS)
 
 
 def static_shared_bytes(func: int) -> int:

@@ -15,6 +15,7 @@ import pytest
 from memra_lowlevel import errors
 from memra_lowlevel.compile.hostcxx import compile_host, plain_kernels
 from memra_lowlevel.driver.host import build, runner
+from memra_lowlevel.driver.host.cxx import launch_bounds
 
 TEXT = '#include "common/device.cuh"\nKERNEL void one(int* out) { out[0] = VALUE; }\n'
 
@@ -165,3 +166,55 @@ def test_plain_kernels_are_found_and_templates_are_not():
     __global__ void after() { const char* s = "KERNEL void quoted("; }
     """
     assert plain_kernels(text) == ["plain", "spelled", "bounded", "late", "after"]
+
+
+BOUNDED = """#include "common/device.cuh"
+#define MOST(n) (32 * (n))
+template <int A, int B> __device__ constexpr int times() { return A * B; }
+KERNEL void plain(int* x) {}
+KERNEL __launch_bounds__(128, 2) void before(int* x) {}
+extern "C" __global__ void __launch_bounds__(MOST(3)) by_macro(int* x);
+extern "C" __global__ void __launch_bounds__(MOST(3)) by_macro(int* x) {}
+#undef MOST
+namespace inner {
+constexpr int UNIT = 16;
+// A remark; with braces { and a template <int Z>.
+template <int A, int B = 4>
+__global__ void __launch_bounds__(times<A,
+                                        B>() * UNIT, 1)
+    product(int* x) {}
+}
+#if 1
+template <class T>
+__global__ void __launch_bounds__(sizeof(T) * 64) sized(T* x) {}
+#else
+template <class T>
+__global__ void __launch_bounds__(1) sized(T* x) {}
+#endif
+template <int A> __global__ void unbounded(int* x) {}
+__noinline__ __global__ void __launch_bounds__(32) with_words(int* x) {}
+KERNEL void __launch_bounds__(4096) too_many(int* x) {}
+KERNEL void last(int* x) { x[0] = __LINE__; }
+"""
+
+
+def test_launch_bounds_are_read_with_the_scope_and_parameters_of_their_kernel():
+    names = ("inner::product<2>", "inner::product<2, 3>", "sized<double>", "unbounded<1>")
+    image = compile_host(BOUNDED, names, [runner.cuda_src()])
+    module = runner.load(image.path)
+    found = {name: runner.max_threads(runner.get_function(module, name)) for name in image.entries}
+    runner.unload(module)
+    assert found == {
+        "plain": 1024, "before": 128, "by_macro": 96, "with_words": 1024, "too_many": 1024,
+        "last": 1024, "inner::product<2>": 128, "inner::product<2, 3>": 96,
+        "sized<double>": 512, "unbounded<1>": 1024,
+    }  # fmt: skip
+
+
+def test_what_is_added_for_launch_bounds_moves_no_line():
+    translated, bounded = launch_bounds(BOUNDED)
+    assert bounded == {"before", "by_macro", "product", "sized", "too_many"}
+    lines, before = translated.splitlines(), BOUNDED.splitlines()
+    assert len(lines) == len(before)
+    assert all(line.endswith(old) for line, old in zip(lines, before, strict=True))
+    assert launch_bounds("KERNEL void f() {}") == ("KERNEL void f() {}", frozenset())

@@ -7,7 +7,7 @@
 
 namespace memra {
 
-constexpr uint32_t ABI_VERSION = 1;
+constexpr uint32_t ABI_VERSION = 2;
 
 struct Index3 {
   uint32_t x, y, z;
@@ -41,6 +41,7 @@ struct Entry {
   void* kernel;                  // address of the kernel itself: finds its symbol
   const uint32_t* param_sizes;
   uint32_t n_params;
+  uint32_t max_threads;          // of a block; 0: as many as there may be
 };
 
 enum ModuleFlags : uint32_t { MODULE_CHECK = 1, MODULE_ASAN = 2, MODULE_UBSAN = 4 };

@@ -7,11 +7,11 @@
 
 namespace memra {
 
-template <auto F>
+template <auto F, uint32_t MAX_THREADS = 0>
 struct Launch;
 
-template <class... A, void (*F)(A...)>
-struct Launch<F> {
+template <class... A, void (*F)(A...), uint32_t MAX_THREADS>
+struct Launch<F, MAX_THREADS> {
   template <size_t... I>
   struct Pack {};
   template <size_t N, size_t... I>
@@ -31,7 +31,8 @@ struct Launch<F> {
   }
   static constexpr uint32_t sizes[sizeof...(A) + 1] = {uint32_t(sizeof(A))..., 0};
   static Entry entry(const char* name) {
-    return {name, &Make<sizeof...(A)>::call, reinterpret_cast<void*>(F), sizes, uint32_t(sizeof...(A))};
+    return {name, &Make<sizeof...(A)>::call, reinterpret_cast<void*>(F), sizes, uint32_t(sizeof...(A)),
+            MAX_THREADS};
   }
 };
 

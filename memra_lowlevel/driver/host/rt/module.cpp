@@ -251,6 +251,9 @@ MEMRA_EXPORT uint64_t memra_function_shared_bytes(Function* f) { return f->share
 MEMRA_EXPORT uint32_t memra_function_n_params(Function* f) {
   return f->module->copies[0].table->entries[f->index].n_params;
 }
+MEMRA_EXPORT uint32_t memra_function_max_threads(Function* f) {
+  return f->module->copies[0].table->entries[f->index].max_threads;
+}
 MEMRA_EXPORT const uint32_t* memra_function_param_sizes(Function* f) {
   return f->module->copies[0].table->entries[f->index].param_sizes;
 }
