@@ -12,7 +12,8 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from memra_lowlevel import (
 from memra_lowlevel.graph import Effect
 from memra_lowlevel.graph.effects import Mirror
 from memra_lowlevel.graph.overhead import replay_overhead
+from memra_lowlevel.runtime import context as contexts
 from memra_lowlevel.runtime.overhead import launch_overhead, stub_device
 from memra_lowlevel.runtime.storage import Storage
 
@@ -594,6 +596,73 @@ def test_a_launch_that_blocks_lets_others_run(rig: Any, stub: Any) -> None:
         stub.block_ms = 0
         thread.join()
     assert all(n > 20 * max(1, kept) for n in given) or min(given) > 10_000, (kept, given)
+
+
+@contextmanager
+def in_the_driver(stub: Any, stream: Stream, call: Callable[[], None], ms: int) -> Iterator[None]:
+    """Run the block while another thread's launch is in the driver for some time."""
+
+    def other() -> None:
+        stream.context.ensure()
+        call()
+
+    start, thread = unlocked(stream), threading.Thread(target=other)
+    stub.block_ms = ms
+    thread.start()
+    try:
+        while unlocked(stream) == start:
+            pass
+        yield
+    finally:
+        stub.block_ms = 0
+        thread.join()
+
+
+@pytest.mark.parametrize("what", ["buffer", "stream", "module", "graph"])
+def test_a_close_lets_a_launch_through_that_is_in_the_driver(
+    rig: Any, stub: Any, what: str
+) -> None:
+    kernel, s, _, a, e = rig
+    stub.n_params = 0
+    p = prepare(s, CONFIG, kernel, a, 1, 2, 3.0, None)
+    with s.capture("fill") as graph:
+        e.fill(s, 0)
+    step = graph.instantiate()
+    call = (step if what == "graph" else p).launch
+    s.cell.shared = 1
+    call(s)
+    n = stub.n_launches + stub.n_graph_launches
+    with in_the_driver(stub, s, lambda: call(s), 200):
+        {"buffer": a, "stream": s, "module": kernel.module, "graph": step}[what].close()
+        assert stub.n_launches + stub.n_graph_launches == n + 1
+    with pytest.raises(errors.ClosedError):
+        call(s)
+    step.close()
+    graph.close()
+
+
+def test_a_close_gives_up_on_a_launch_that_takes_too_long(
+    rig: Any, stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, s, t, _, _ = rig
+    monkeypatch.setattr(contexts, "_PATIENCE_S", 0.02)
+    stub.n_params = 0
+    a, b = (s.device.empty(4, np.float32, s) for _ in range(2))
+    p = prepare(s, CONFIG, kernel, a, 1, 2, 3.0, None)
+    s.cell.shared = 1
+    p.launch(s)
+
+    def given_back() -> int:
+        counts = s.device.driver.counts()
+        return sum(counts.get(call, 0) for call in ("cuMemFreeAsync", "cuModuleUnload"))
+
+    n, before = stub.n_launches, given_back()
+    with in_the_driver(stub, s, lambda: p.launch(s), 500):
+        for thing in (a, b, kernel.module):  # a wait that was given up shortens no later one
+            thing.close()
+        assert given_back() == before or stub.n_launches > n  # a slow machine may get here late
+    t.sync()
+    assert given_back() == before + 3
 
 
 # -- graphs ---------------------------------------------------------------------------------------
