@@ -366,7 +366,7 @@ FAULTS = (
         "copies-uncounted", "copies and memory sets do not count towards a full queue",
         "memra_lowlevel/runtime/storage.py",
         "        native.note_issued(stream.cell)", "        pass",
-        ("tests/native/test_native_launch.py::test_work_that_goes_through_python_counts_too",),
+        ("tests/native/test_native_lock.py::test_work_that_goes_through_python_counts_too",),
         True,
     ),
     Fault(
