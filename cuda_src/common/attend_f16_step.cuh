@@ -203,7 +203,7 @@ template <int F>
 constexpr uint32_t ONE = F == BF16 ? 0x3F80u : 0x3C00u;
 
 // Adds the products of a fragment of values, a: [half of the keys][word].
-template <int VF, int SETS, int HALVES>
+template <int VF, int HALVES>
 __device__ __forceinline__ void add_fragment(float (&sums)[4], const uint32_t (&a)[HALVES][4],
                                              const uint32_t (&p)[weight_parts<VF>()][HALVES][2]) {
     float first[4] = {0.0f, 0.0f, 0.0f, 0.0f}, second[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -242,7 +242,7 @@ __device__ __forceinline__ void add_values(WarpState<KF, VF, D, SETS>& state, co
         for (int i = 0; i < 2; i++)
 #pragma unroll
             for (int s = 0; s < SETS; s++)
-                add_fragment<VF, SETS>(state.sums[s][2 * both + i], a[i], p[s]);
+                add_fragment<VF>(state.sums[s][2 * both + i], a[i], p[s]);
     }
 }
 
@@ -307,7 +307,7 @@ __device__ __forceinline__ void add_wild_values(WarpState<KF, VF, D, SETS>& stat
                     multiply<VF>(met, wild[i][half], ones[s][half], met);
 #pragma unroll
                 for (int r = 0; r < 4; r++) sums[i][r] = state.sums[s][i][r];
-                add_fragment<VF, SETS>(sums[i], a[i], p[s]);
+                add_fragment<VF>(sums[i], a[i], p[s]);
 #pragma unroll
                 for (int r = 0; r < 4; r++)
                     if (met[r] > 0.0f) sums[i][r] = NAN_F32;
