@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,7 +13,12 @@ __all__ = ["capability", "starts_early"]
 
 def capability(device: Device) -> int:
     """Compute capability as 10 x major + minor, e.g. 90; 0 on the host device."""
-    return int("".join(c for c in device.arch if c.isdigit()) or 0)
+    return _number(device.arch)
+
+
+@functools.cache  # a launch asks several times
+def _number(arch: str) -> int:
+    return int("".join(c for c in arch if c.isdigit()) or 0)
 
 
 def starts_early(device: Device, programmatic: bool) -> bool:
