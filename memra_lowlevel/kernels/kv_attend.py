@@ -8,7 +8,7 @@ capacity of the plane and on the device only, so that a captured launch serves e
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from ..formats import Q5_1, Q8_0, Format
 from ..runtime.memory import Buffer
 from ..runtime.stream import expect_stream
 from . import kv_attend_f16, kv_attend_mma, kv_attend_simt
+from .kv_attend_call import AttendCall
 
 if TYPE_CHECKING:
     from ..runtime import Device, Stream
@@ -204,21 +205,16 @@ def attend(
         raise _refused("lse", f"f32[{n_rows}, {n_heads}]", str(lse.shape))
     if n_rows == 0:
         return
-    planes = (k_plane, v_plane, out)
-    common: Any = {
-        "len_d": len_d, "rows": rows, "n_kv_heads": n_kv_heads, "workspace": workspace,
-        "base_d": base_d, "window": window, "scale": scale, "sinks": sinks, "softcap": softcap,
-        "lse": lse, "counted": n_rows if counted else 0, "table": table,
-        "programmatic": programmatic,
-    }  # fmt: skip
+    call = AttendCall(
+        q, k_plane, v_plane, out, len_d, k_format, v_format, rows, n_kv_heads, workspace, tickets,
+        base_d, window, scale, sinks, softcap, lse, n_rows if counted else 0, table, programmatic,
+    )  # fmt: skip
     if choice.kernel == "mma":
-        kv_attend_mma.attend(stream, q, *planes, **common)
-        return
-    common["k_format"], common["v_format"] = k_format, v_format
-    if choice.kernel == "f16":
-        kv_attend_f16.attend(stream, q, *planes, **common)
+        kv_attend_mma.attend(stream, call)
+    elif choice.kernel == "f16":
+        kv_attend_f16.attend(stream, call)
     else:
-        kv_attend_simt.attend(stream, plan, q, *planes, tickets=tickets, **common)
+        kv_attend_simt.attend(stream, plan, call)
 
 
 @dataclass(frozen=True)

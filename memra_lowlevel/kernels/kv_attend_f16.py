@@ -22,7 +22,8 @@ from .registry import KernelSpec, Tolerance
 
 if TYPE_CHECKING:
     from ..compile import Kernel
-    from ..runtime import Buffer, Device, Stream
+    from ..runtime import Device, Stream
+    from .kv_attend_call import AttendCall
 
 __all__ = [
     "HEAD_DIMS", "K_FORMATS", "V_FORMATS", "attend", "n_parts", "prepare", "refusal", "shares",
@@ -107,62 +108,43 @@ def refusal(
     return None
 
 
-def attend(
-    stream: Stream,
-    q: Buffer,
-    k_plane: Buffer | None,
-    v_plane: Buffer | None,
-    out: Buffer,
-    *,
-    len_d: Buffer | None,
-    k_format: Format,
-    v_format: Format,
-    rows: int,
-    n_kv_heads: int,
-    workspace: Buffer,
-    base_d: Buffer | None,
-    window: int,
-    scale: float,
-    sinks: Buffer | None,
-    softcap: float,
-    lse: Buffer | None,
-    counted: int,
-    table: Buffer | None,
-    programmatic: bool = False,
-) -> None:
-    """Launch both kernels; :func:`.kv_attend.attend` has checked everything else.
+def attend(stream: Stream, call: AttendCall) -> None:
+    """Launch both kernels.
 
     Raises
     ------
     ArgumentError
         A plane does not begin at a multiple of 16 bytes.
     """
-    device = stream.device
-    check_planes("f16", k_plane, v_plane)
-    n_rows, n_heads, head_dim = q.shape
+    device, rows, n_kv_heads = stream.device, call.rows, call.n_kv_heads
+    k_format, v_format = call.k_format, call.v_format
+    check_planes("f16", call.k_plane, call.v_plane)
+    n_rows, n_heads, head_dim = call.q.shape
     group = n_heads // n_kv_heads
-    per_row = group if table is not None else n_rows * group
+    per_row = group if call.table is not None else n_rows * group
     shape = _shape(
         k_format, v_format, head_dim, n_kv_heads, per_row, device.limits.shared_optin_bytes
     )
     kernel, combine = _kernels(device, k_format, v_format, head_dim, shape)
     parts = n_parts(k_format, v_format, head_dim, n_kv_heads)
     slots = n_slots(rows, parts)
-    blocks = shape.query_blocks * (n_rows if table is not None else 1)
+    blocks = shape.query_blocks * (n_rows if call.table is not None else 1)
     slices = n_kv_heads // shape.heads
 
     k_row, v_row = (f.row_bytes(n_kv_heads * head_dim) for f in (k_format, v_format))
     k_pitch, v_pitch = _pitches(k_format, v_format, shape.heads * head_dim)
+    widths = (k_row, k_pitch), (v_row, v_pitch)
     launch(
-        stream, _config(device, kernel, shape, slices, blocks, slots, programmatic), kernel,
-        q, k_plane, v_plane, n_rows, n_kv_heads, group, rows, window, counted, scale, softcap,
-        len_d, base_d, table, workspace, slots, parts, shape.teams,
-        *plane_maps(device, k_plane, v_plane, rows, STEP, ((k_row, k_pitch), (v_row, v_pitch))),
+        stream, _config(device, kernel, shape, slices, blocks, slots, call.programmatic), kernel,
+        call.q, call.k_plane, call.v_plane, n_rows, n_kv_heads, group, rows, call.window,
+        call.counted, call.scale, call.softcap, call.len_d, call.base_d, call.table,
+        call.workspace, slots, parts, shape.teams,
+        *plane_maps(device, call.k_plane, call.v_plane, rows, STEP, widths),
     )  # fmt: skip
     launch(
         stream, combine_config(n_heads, n_rows, head_dim, starts_early(device, True)), combine,
-        workspace, sinks, out, lse, n_rows, rows, window, counted, len_d, base_d, table, slots,
-        parts, shares(k_format, v_format),
+        call.workspace, call.sinks, call.out, call.lse, n_rows, rows, call.window, call.counted,
+        call.len_d, call.base_d, call.table, slots, parts, shares(k_format, v_format),
     )  # fmt: skip
 
 

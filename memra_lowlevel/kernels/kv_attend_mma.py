@@ -20,7 +20,8 @@ from .registry import KernelSpec, Tolerance
 
 if TYPE_CHECKING:
     from ..compile import Kernel
-    from ..runtime import Buffer, Device, Stream
+    from ..runtime import Device, Stream
+    from .kv_attend_call import AttendCall
 
 __all__ = [
     "FEW_CHANNELS", "MOST_PARTS", "MOST_SLOTS", "N_PARTS", "attend", "chunk_keys", "n_parts",
@@ -121,39 +122,19 @@ def refusal(
     return None
 
 
-def attend(
-    stream: Stream,
-    q: Buffer,
-    k_plane: Buffer | None,
-    v_plane: Buffer | None,
-    out: Buffer,
-    *,
-    len_d: Buffer | None,
-    rows: int,
-    n_kv_heads: int,
-    workspace: Buffer,
-    base_d: Buffer | None,
-    window: int,
-    scale: float,
-    sinks: Buffer | None,
-    softcap: float,
-    lse: Buffer | None,
-    counted: int,
-    table: Buffer | None,
-    programmatic: bool = False,
-) -> None:
-    """Launch both kernels; :func:`.kv_attend.attend` has checked everything else.
+def attend(stream: Stream, call: AttendCall) -> None:
+    """Launch both kernels.
 
     Raises
     ------
     ArgumentError
         A plane does not begin at a multiple of 16 bytes.
     """
-    device = stream.device
-    check_planes("mma", k_plane, v_plane)
-    n_rows, n_heads, head_dim = q.shape
+    device, rows, n_kv_heads = stream.device, call.rows, call.n_kv_heads
+    check_planes("mma", call.k_plane, call.v_plane)
+    n_rows, n_heads, head_dim = call.q.shape
     group = n_heads // n_kv_heads
-    per_row = group if table is not None else n_rows * group
+    per_row = group if call.table is not None else n_rows * group
     shape = _shape(
         head_dim, n_kv_heads, per_row, device.limits.shared_optin_bytes,
         _block_warps(head_dim, rows), _most_held(device),
@@ -161,21 +142,22 @@ def attend(
     kernel, combine = _kernels(device, head_dim, shape.queries, shape.heads)
     parts = n_parts(head_dim, n_kv_heads)
     slots = n_slots(rows, parts)
-    blocks = shape.query_blocks * (n_rows if table is not None else 1)
+    blocks = shape.query_blocks * (n_rows if call.table is not None else 1)
     slices = n_kv_heads // shape.heads
     blocks_of_row = n_kv_heads * head_dim // 32
     pitch_k, pitch_v = _pitches(head_dim, shape.heads)
     widths = (blocks_of_row * 34, pitch_k), (blocks_of_row * 24, pitch_v)
     launch(
-        stream, _config(device, kernel, shape, slices, blocks, slots, programmatic), kernel,
-        q, k_plane, v_plane, n_rows, n_kv_heads, group, rows, window, counted, scale, softcap,
-        len_d, base_d, table, workspace, slots, parts, shape.teams,
-        *plane_maps(device, k_plane, v_plane, rows, STEP, widths),
+        stream, _config(device, kernel, shape, slices, blocks, slots, call.programmatic), kernel,
+        call.q, call.k_plane, call.v_plane, n_rows, n_kv_heads, group, rows, call.window,
+        call.counted, call.scale, call.softcap, call.len_d, call.base_d, call.table,
+        call.workspace, slots, parts, shape.teams,
+        *plane_maps(device, call.k_plane, call.v_plane, rows, STEP, widths),
     )  # fmt: skip
     launch(
         stream, combine_config(n_heads, n_rows, head_dim, starts_early(device, True)), combine,
-        workspace, sinks, out, lse, n_rows, rows, window, counted, len_d, base_d, table, slots,
-        parts, 1,
+        call.workspace, call.sinks, call.out, call.lse, n_rows, rows, call.window, call.counted,
+        call.len_d, call.base_d, call.table, slots, parts, 1,
     )  # fmt: skip
 
 

@@ -21,7 +21,8 @@ from .registry import KernelSpec, Tolerance
 
 if TYPE_CHECKING:
     from ..compile import Kernel
-    from ..runtime import Buffer, Device, Stream
+    from ..runtime import Device, Stream
+    from .kv_attend_call import AttendCall
 
 __all__ = [
     "THREADS", "Plan", "attend", "chunk_begin", "chunk_of", "n_slots", "plan", "prepare",
@@ -73,48 +74,28 @@ registry.register(
 )  # fmt: skip
 
 
-def attend(
-    stream: Stream,
-    plan: Plan,
-    q: Buffer,
-    k_plane: Buffer | None,
-    v_plane: Buffer | None,
-    out: Buffer,
-    *,
-    len_d: Buffer | None,
-    k_format: Format,
-    v_format: Format,
-    rows: int,
-    n_kv_heads: int,
-    workspace: Buffer,
-    tickets: Buffer | None,
-    base_d: Buffer | None,
-    window: int,
-    scale: float,
-    sinks: Buffer | None,
-    softcap: float,
-    lse: Buffer | None,
-    counted: int,
-    table: Buffer | None,
-    programmatic: bool = False,
-) -> None:
-    """Launch one kernel or both; :func:`.kv_attend.attend` has checked everything."""
-    (n_rows, n_heads, head_dim), head_dim_v = q.shape, out.shape[2]
-    device, group = stream.device, n_heads // n_kv_heads
-    partial, combine = _kernels(device, k_format, v_format, head_dim, head_dim_v, plan.queries)
+def attend(stream: Stream, plan: Plan, call: AttendCall) -> None:
+    """Launch one kernel or both."""
+    (n_rows, n_heads, head_dim), head_dim_v = call.q.shape, call.out.shape[2]
+    device, group = stream.device, n_heads // call.n_kv_heads
+    partial, combine = _kernels(
+        device, call.k_format, call.v_format, head_dim, head_dim_v, plan.queries
+    )
+    tickets = call.tickets
     joins = tickets is not None and tickets.n_bytes >= 4 * plan.n_tickets
     joins = joins and plan.n_slots <= _JOINED_SLOTS
     launch(
-        stream, _starting(plan.partial, starts_early(device, programmatic)), partial,
-        q, k_plane, v_plane, n_rows, n_kv_heads, group, rows, window, counted,
-        scale, softcap, len_d, base_d, table,
-        workspace, plan.n_slots, tickets if joins else None, sinks, out, lse,
+        stream, _starting(plan.partial, starts_early(device, call.programmatic)), partial,
+        call.q, call.k_plane, call.v_plane, n_rows, call.n_kv_heads, group, call.rows, call.window,
+        call.counted, call.scale, call.softcap, call.len_d, call.base_d, call.table,
+        call.workspace, plan.n_slots, tickets if joins else None, call.sinks, call.out, call.lse,
     )  # fmt: skip
     if joins:
         return
     launch(
         stream, _starting(plan.combine, starts_early(device, True)), combine,
-        workspace, sinks, out, lse, rows, window, counted, len_d, base_d, table, plan.n_slots,
+        call.workspace, call.sinks, call.out, call.lse, call.rows, call.window, call.counted,
+        call.len_d, call.base_d, call.table, plan.n_slots,
     )  # fmt: skip
 
 
