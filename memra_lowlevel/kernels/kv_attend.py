@@ -50,7 +50,7 @@ TICKETS = 1024
 _KERNELS = ("mma", "f16", "simt")
 _NEEDED = ("q", "out", "workspace")
 _FLAGS = (bool, bool)
-_F32 = np.dtype(np.float32)
+_F32, _U32 = np.dtype(np.float32), np.dtype(np.uint32)
 _MOST = 2**31 - 1
 _F32_MAX, _LEAST_CAP = float(np.finfo(np.float32).max), 2.0**-149
 
@@ -102,8 +102,9 @@ def attend(
         f32, at least :func:`workspace_bytes`; its content is never read before it is written.
     tickets : Buffer, optional
         u32, all zero, and so again after each launch; as exclusive as the workspace. Makes it one
-        launch if there are enough (:data:`TICKETS` always are, up to 16 rows) and the plane is not
-        so long that many blocks join its chunks faster.
+        launch of kernel ``"simt"`` if there are enough (:data:`TICKETS` always are, up to 16 rows)
+        and the plane is not so long that many blocks join its chunks faster. The other kernels
+        take them too, check them alike, and leave them alone.
     base_d : Buffer, optional
         i32[1]: absolute row that row 0 of a ring holds.
     window : int, optional
@@ -134,13 +135,16 @@ def attend(
     FormatUnsupported
         No kernel for this head size, group or numeric class; names the nearest.
     ArgumentError
-        A shape does not fit. Nothing was launched in either case.
+        A buffer of another shape, dtype, device or alignment, or a number that is none.
+    ClosedError
+        A buffer was closed. Nothing was launched in any case.
     """
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     expect_stream("attend: stream", stream)
     _check_buffers(
-        ("q", q), ("out", out), ("workspace", workspace), ("sinks", sinks), ("lse", lse),
-        ("table", table), ("tickets", tickets), ("k_plane", k_plane), ("v_plane", v_plane),
+        stream, ("q", q, None), ("out", out, _F32), ("workspace", workspace, None),
+        ("sinks", sinks, _F32), ("lse", lse, _F32), ("table", table, None),
+        ("tickets", tickets, _U32), ("k_plane", k_plane, None), ("v_plane", v_plane, None),
     )  # fmt: skip
     expect.kind("attend: numeric", numeric, str, "a numeric class")
     _check_planes("attend", k_format, v_format, head_dim, head_dim_v, n_kv_heads)
@@ -163,10 +167,6 @@ def attend(
     for name, written in (("out", out), ("workspace", workspace)):
         if written.ptr % 16:  # 16 bytes at a time
             raise _refused(name, "16-byte aligned", hex(written.ptr))
-    # Some kernels leave these to the second launch, which must not refuse behind the first.
-    for name, late in (("out", out), ("sinks", sinks), ("lse", lse)):
-        if late is not None and late.dtype is not _F32 and late.dtype != _F32:
-            raise _refused(name, "of float32", str(late.dtype))
     check_supported(
         stream.device, k_format, v_format, head_dim, head_dim_v, group=group, numeric=numeric
     )
@@ -400,10 +400,28 @@ def workspace_bytes(
     return n_rows * n_heads * slots * (head_dim_v + 2) * 4
 
 
-def _check_buffers(*buffers: tuple[str, Buffer | None]) -> None:
-    for name, buffer in buffers:
-        if type(buffer) is not Buffer and (buffer is not None or name in _NEEDED):
-            expect.kind(f"attend: {name}", buffer, Buffer, "a Buffer")
+def _check_buffers(
+    stream: Stream, *buffers: tuple[str, Buffer | None, np.dtype[np.generic] | None]
+) -> None:
+    """Refuse what is no buffer; with a dtype also what a launch would refuse.
+
+    With one are those that some kernels leave to the second launch, which must not refuse behind
+    the first, or do without.
+    """
+    context = stream.context
+    for name, buffer, dtype in buffers:
+        if type(buffer) is not Buffer:
+            if buffer is None and name not in _NEEDED:
+                continue
+            buffer = expect.kind(f"attend: {name}", buffer, Buffer, "a Buffer")
+        if dtype is None:
+            continue
+        if buffer.dtype is not dtype and buffer.dtype != dtype:
+            raise _refused(name, f"of {dtype}", str(buffer.dtype))
+        if buffer.closed:
+            buffer._check_open()
+        if buffer.storage.context is not context:
+            raise _refused(name, f"a buffer of {context}", f"one of {buffer.storage.context}")
 
 
 def _check_planes(

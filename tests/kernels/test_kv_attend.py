@@ -472,20 +472,49 @@ def test_results_and_workspace_that_lie_askew(stream):
         assert (wide.to_numpy(stream) == 0xFF).all()
 
 
-@pytest.mark.parametrize("kernel", ["simt", "mma"])
-def test_results_of_another_dtype_are_refused_before_the_first_launch(stream, kernel):
+@pytest.mark.parametrize("name", ["out", "sinks", "lse", "tickets"])
+@pytest.mark.parametrize("kernel", ["simt", "mma", "f16"])
+def test_what_a_first_launch_does_not_take_is_checked_before_it(stream, kernel, name):
+    """Nor do tickets pass unchecked where a kernel needs none, or there are too few."""
     planes, rng = filled(stream, 4, 64, 50)
+    planes.set_len(40)
     q, space = planes.upload(normal(rng, 1, 4, 64)), planes.poisoned(1 << 20)
-    out = planes.poisoned(4 * 64 * 4).view(0, (1, 4, 64), np.float32)
-    late = {"out": out.view(0, (1, 4, 64), np.int32), "lse": out.view(0, (1, 4), np.int32)}
-    for name, buffer in late.items():
-        with pytest.raises(errors.ArgumentError, match=f"{name} must be of float32"):
-            kv_attend.attend(
-                stream, q, planes.k, planes.v, len_d=planes.len_d, k_format=Q8_0, v_format=Q5_1,
-                rows=50, n_kv_heads=4, head_dim=64, kernel=kernel,
-                workspace=space.view(0, (1 << 18,), np.float32), **{"out": out, name: buffer},
-            )  # fmt: skip
-    assert (space.to_numpy(stream) == 0xFF).all()
+    out, lse = planes.poisoned(4 * 64 * 4), planes.poisoned(16)
+    good = {
+        "out": out.view(0, (1, 4, 64), np.float32), "lse": lse.view(0, (1, 4), np.float32),
+        "sinks": planes.upload(normal(rng, 4)), "tickets": planes.tickets,
+    }  # fmt: skip
+
+    def call(**given):
+        kv_attend.attend(
+            stream, q, planes.k, planes.v, len_d=planes.len_d, k_format=Q8_0, v_format=Q5_1,
+            rows=50, n_kv_heads=4, head_dim=64, kernel=kernel,
+            workspace=space.view(0, (1 << 18,), np.float32), **{**good, **given},
+        )  # fmt: skip
+
+    whole = good[name]
+    closed = whole.view(0, whole.shape, whole.dtype)
+    closed.close()
+    with Device("host:1") as other:
+        elsewhere = other.stream(name="elsewhere")
+        bad = [
+            (whole.view(0, whole.shape, np.int32), errors.ArgumentError, f"{name} must be of"),
+            (closed, errors.ClosedError, "closed"),
+            (other.zeros(whole.shape, whole.dtype, elsewhere), errors.ArgumentError,
+             f"{name} must be a buffer of {stream.context}, got one of host:1"),
+        ]  # fmt: skip
+        if name == "tickets":
+            bad.append((whole.view(0, (1,), np.int32), errors.ArgumentError, "tickets must be of"))
+        launched = stream.device.driver.counts().get("cuLaunchKernel", 0)
+        for buffer, refusal, words in bad:
+            with pytest.raises(refusal, match=words):
+                call(**{name: buffer})
+        assert stream.device.driver.counts().get("cuLaunchKernel", 0) == launched
+        elsewhere.close()
+    assert all((b.to_numpy(stream) == 0xFF).all() for b in (space, out, lse))
+    call()
+    assert np.isfinite(good["out"].to_numpy(stream)).all()
+    assert not planes.tickets.to_numpy(stream).any()
 
 
 def test_extents_that_no_launch_has(stream):
