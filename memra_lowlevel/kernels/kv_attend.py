@@ -206,8 +206,11 @@ def attend(
     if n_rows == 0:
         return
     call = AttendCall(
-        q, k_plane, v_plane, out, len_d, k_format, v_format, rows, n_kv_heads, workspace, tickets,
-        base_d, window, scale, sinks, softcap, lse, n_rows if counted else 0, table, programmatic,
+        q=q, k_plane=k_plane, v_plane=v_plane, out=out, len_d=len_d, k_format=k_format,
+        v_format=v_format, rows=rows, n_kv_heads=n_kv_heads, workspace=workspace,
+        tickets=tickets, base_d=base_d, window=window, scale=scale, sinks=sinks,
+        softcap=softcap, lse=lse, counted=n_rows if counted else 0, table=table,
+        programmatic=programmatic,
     )  # fmt: skip
     if choice.kernel == "mma":
         kv_attend_mma.attend(stream, call)
