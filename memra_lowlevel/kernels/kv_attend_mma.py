@@ -137,7 +137,7 @@ def attend(stream: Stream, call: AttendCall) -> None:
     per_row = group if call.table is not None else n_rows * group
     shape = _shape(
         head_dim, n_kv_heads, per_row, device.limits.shared_optin_bytes,
-        _block_warps(head_dim, rows), _most_held(device),
+        _block_warps(head_dim, min(rows, call.window or rows)), _most_held(device),
     )  # fmt: skip
     kernel, combine = _kernels(device, head_dim, shape.queries, shape.heads)
     parts = n_parts(head_dim, n_kv_heads)
@@ -167,7 +167,7 @@ def prepare(device: Device, head_dim: int, n_kv_heads: int, *, n_queries: int = 
     shapes = [
         _shape(head_dim, n_kv_heads, n, room, most, _most_held(device))
         for n in range(1, n_queries + 1)
-        for most in {_block_warps(head_dim, rows) for rows in (1, _SHORT, MOST_ROWS)}
+        for most in {_block_warps(head_dim, seen) for seen in (1, _SHORT, MOST_ROWS)}
     ]
     for queries, heads in sorted({(s.queries, s.heads) for s in shapes}):
         _kernels(device, head_dim, queries, heads)
@@ -271,15 +271,15 @@ def _shape(
 _SHORT = 1 << 14
 
 
-def _block_warps(head_dim: int, rows: int) -> int:
+def _block_warps(head_dim: int, seen: int) -> int:
     """Say how many of 16 warps a thread block of one team a head has at most.
 
-    Over few rows the start and the end of a block are the time: one of several loads while
-    another one ends.
+    Where a row sees few keys, for the plane is short or the window is, the start and the end of a
+    block are the time: one of several loads while another one ends. No bit depends on it.
     """
-    if rows > _SHORT:
+    if seen > _SHORT:
         return 16
-    return 4 if head_dim > 128 and rows <= _SHORT // 2 else 8
+    return 4 if head_dim > 128 and seen <= _SHORT // 2 else 8
 
 
 _PLACE = 96

@@ -235,6 +235,38 @@ def test_a_ring_equals_a_flat_plane(stream):
             assert same(a, b), (length, base, window)
 
 
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_a_window_over_a_long_plane_is_launched_like_a_short_plane(stream, monkeypatch, head_dim):
+    """And gives its bits: what a row sees decides, not what the plane could hold."""
+    short, rng = filled(stream, head_dim, 300, n_kv_heads=4)
+    long = Planes(stream, 4, head_dim, 40_000, ring=True)
+    rows = rng.standard_normal((2, 300, 4 * head_dim)).astype(np.float32)
+    short.load(*rows)
+    long.load(*rows)
+    q, seen, of = normal(rng, 2, 8, head_dim), [], kv_attend_mma._block_warps
+    monkeypatch.setattr(kv_attend_mma, "_block_warps", lambda d, n: of(d, seen.append(n) or n))
+    results = []
+    for planes in (short, long):
+        planes.set_len(280)
+        results.append(planes.attend(q, window=100, **MMA))
+    assert same(*results) and seen == [100, 100]
+    long.set_len(280)
+    long.attend(q, **MMA)
+    assert seen[2] == 40_000
+
+
+def test_blocks_are_smaller_where_a_row_sees_few_keys():
+    """On a GPU with room; each is a template instance that a window does not add to."""
+    room, heads = 232_448, {}
+    for head_dim in (128, 256):
+        for seen in (4096, 1 << 14, 1 << 15):
+            most = kv_attend_mma._block_warps(head_dim, seen)
+            heads[head_dim, seen] = kv_attend_mma._shape(
+                head_dim, 1024 // head_dim, 4, room, most
+            ).heads
+    assert list(heads.values()) == [4, 4, 8, 1, 2, 4]
+
+
 def test_a_window_equals_masking(stream):
     attend_bits.a_window_equals_masking(*filled(stream, 128, 300), "mma")
 
