@@ -16,12 +16,13 @@ PACKAGE = "memra_lowlevel"
 ROOT = Path(__file__).resolve().parent.parent / PACKAGE
 
 STACK = ["driver", "expect", "compile", "runtime", "graph", "kernels", "cache", "speculative"]
-BOTTOM = {"closing", "errors", "paths", "formats", "reference", "native"}
+BOTTOM = {"closing", "lazy", "errors", "paths", "formats", "reference", "native"}
 ANYTHING = {"cli", "debug", "demo", "bench", "examples", "__init__"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "closing": {"errors"},
+    "lazy": set(),
     "paths": set(),
     "native": {"errors"},
     "formats": {"errors"},

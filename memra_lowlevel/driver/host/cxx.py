@@ -172,9 +172,21 @@ def compile_host(
     return HostImage(library, {n: n for n in names}, check, sanitize)
 
 
+def _optimise(compiler: Compiler) -> tuple[str, ...]:
+    """Return what makes kernels as fast as -O2 does, large ones in half of its time."""
+    if compiler.kind != "gcc":
+        return ("-O2",)
+    return (
+        "-O1", "-fexpensive-optimizations", "-finline-functions", "-finline-small-functions",
+        "-findirect-inlining", "-ftree-pre", "-ftree-vrp", "-ftree-vectorize",
+        "-fvect-cost-model=cheap",
+    )  # fmt: skip
+
+
 def _flags(compiler: Compiler, check: bool, sanitize: Sanitizer | None) -> list[str]:
     flags = [
-        "-std=gnu++17", "-x", "c++", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-w",
+        "-std=gnu++17", "-x", "c++", *_optimise(compiler),
+        "-g1", "-fPIC", "-fvisibility=hidden", "-w",
         "-gdwarf-4",  # binutils reads the file table of DWARF 5 one off: faults named our own file
         # The arithmetic contract: no contraction. The rest changes speed or defines what a GPU
         # defines (wrapping integers, type punning), never the bits of a float.
