@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from ..errors import ArgumentError
-from ..runtime.storage import Use
+from ..runtime.storage import note_use
 
 if TYPE_CHECKING:
     from ..runtime import Buffer, Device, Stream
@@ -142,8 +142,8 @@ class StreamKvDev:
             )  # fmt: skip
         dst._ready(self.stream)
         driver = self.stream.context.driver
-        with Use(self.stream, dst.storage):
-            driver.cuMemsetD32Async(dst.ptr, v & 0xFFFFFFFF, 1, self.stream.handle)
+        driver.cuMemsetD32Async(dst.ptr, v & 0xFFFFFFFF, 1, self.stream.handle)
+        note_use(self.stream, dst.storage)
 
 
 def _typed(action: str, buffer: Buffer, dtype: type) -> None:

@@ -12,7 +12,7 @@ from ..errors import CaptureForbidden
 from ..graph.counters import DeviceCounter
 from ..kernels import counters as counter_kernels
 from ..kernels.kv_attend import TICKETS
-from ..runtime.storage import Use
+from ..runtime.storage import note_use
 
 if TYPE_CHECKING:
     from ..runtime import Arena, Buffer, Device, Stream
@@ -176,8 +176,8 @@ class Lengths:
         """Write ``base_d`` of a plane in place."""
         word = self.base(index)
         word._ready(stream)
-        with Use(stream, word.storage):
-            stream.context.driver.cuMemsetD32Async(word.ptr, base, 1, stream.handle)
+        stream.context.driver.cuMemsetD32Async(word.ptr, base, 1, stream.handle)
+        note_use(stream, word.storage)
 
 
 class Workspace(Closing):

@@ -21,7 +21,7 @@ from ..runtime.launch import LaunchConfig, launch
 from ..runtime.lifetime import capturing
 from ..runtime.memory import Buffer, PinnedBuffer
 from ..runtime.recording import forbid
-from ..runtime.storage import Use
+from ..runtime.storage import note_use
 from ..runtime.stream import expect_stream
 from .capture import capture_of
 from .effects import SYNC_REMEDY, Effect, new_mirror
@@ -146,10 +146,10 @@ class DeviceCounter(Closing):
                 "set less, or give the counter a larger capacity."
             )
         self.buffer._ready(stream)
-        with Use(stream, self.buffer.storage):
-            stream.context.driver.cuMemsetD32Async(
-                self.buffer.ptr, value, self.buffer.size, stream.handle
-            )
+        stream.context.driver.cuMemsetD32Async(
+            self.buffer.ptr, value, self.buffer.size, stream.handle
+        )
+        note_use(stream, self.buffer.storage)
         self.note_set(value, stream)
 
     def advance(self, stream: Stream, n: int = 1) -> None:

@@ -9,7 +9,7 @@ from ..driver.table import KernelNodeParams, MemcpyNodeParams
 from ..driver.trace import caller
 from ..errors import ArgumentError, CaptureForbidden, ClosedError, DriverError, UpdateRefused
 from ..runtime.launch import driver_error
-from ..runtime.lifetime import Owned, UnderWay
+from ..runtime.lifetime import Owned
 from ..runtime.recording import Keeps, forbid
 from ..runtime.storage import Storage
 from ..runtime.stream import expect_stream
@@ -259,16 +259,14 @@ class GraphExec(Owned):
         for effect in self.effects:
             effect.check()
         self.context.ensure()
-        operands = [o for o in self.keeps.operands.values() if isinstance(o, Storage)]
-        with UnderWay():
-            self._check_stream(stream)
-            self.context.driver.cuGraphLaunch(self.handle, stream.handle)
-            for operand in operands:
-                operand.streams.add(stream)
+        self.context.driver.cuGraphLaunch(self.handle, stream.handle)
         for effect in self.effects:
             effect.apply()
         self._n_slow += 1
         native.note_issued(stream.cell)
+        for operand in self.keeps.operands.values():
+            if isinstance(operand, Storage):
+                operand.streams.add(stream)
         if self._cell is not None and not self.context.trace_lines:
             self._bound, self._cell.bound = stream, stream.cell
             self._cell.bound_object = native.ffi.cast("void *", id(stream))

@@ -25,7 +25,7 @@ try:
 except ImportError as error:
     _reason = f"memra_lowlevel.native._launch was not built ({error})"
 
-_VERSION = 9
+_VERSION = 8
 if lib is not None and getattr(lib, "MLL_VERSION", 0) != _VERSION:
     _reason = "memra_lowlevel.native._launch is older than the sources; build it again"
     ffi = lib = None
@@ -163,17 +163,6 @@ class Gate:
         """Launches that the compiled path handed back to Python."""
         return int(self.cell.n_refused)
 
-    @property
-    def busy(self) -> bool:
-        """Whether a launch is in the driver without the interpreter lock."""
-        return bool(self.cell.busy[0] or self.cell.busy[1])
-
-    def turn(self) -> int:
-        """Count later launches in the other half of ``cell.busy``; gives the half until now."""
-        half = int(self.cell.turn)
-        self.cell.turn = 1 - half
-        return half
-
     def entries(self) -> Iterable[Any]:
         """Give the ring as trace entries, oldest first."""
         if self.cell.closed:
@@ -196,7 +185,7 @@ class Gate:
 
 
 def StreamCell(gate: Gate, handle: int, *, shared: bool = False) -> Any:
-    """Record of a stream for the compiled path; ``shared`` where the lock is always given away."""
+    """Record of a stream for the compiled path; ``shared`` where others put work on it too."""
     cell = ffi.new("mll_stream *")
     cell.handle, cell.device, cell.shared = ffi.cast("void *", handle), gate.cell, shared
     return cell

@@ -41,13 +41,10 @@ static PyTypeObject *plan_type, *storage_type;
         if (__builtin_expect(mll_has_room(stream, 0), 1)) {                                        \
             code = call;                                                                           \
         } else {                                                                                   \
-            uint32_t *busy = &(stream)->device->busy[(stream)->device->turn];                      \
             (stream)->device->n_unlocked++;                                                        \
-            ++*busy;                                                                               \
             Py_BEGIN_ALLOW_THREADS                                                                 \
             code = call;                                                                           \
             Py_END_ALLOW_THREADS                                                                   \
-            --*busy;                                                                               \
         }                                                                                          \
     } while (0)
 

@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 /* Raised with every change of the structures, so that a stale build is noticed. */
-enum { MLL_VERSION = 9 };
+enum { MLL_VERSION = 8 };
 
 /* Answers below zero are ours, above zero the driver's. */
 enum {
@@ -45,9 +45,6 @@ typedef struct {
     uint64_t mask;
     mll_entry *ring;
     int32_t closed;
-    /* Launches in the driver without the lock, past their checks. Whoever closes something turns to
-     * the other half and waits until the first is 0: later launches count elsewhere. */
-    uint32_t turn, busy[2];
 } mll_device;
 
 /* `issued - seen` calls may still be queued; while that is at most MLL_KEEP, a launch cannot find the
@@ -59,8 +56,7 @@ typedef struct {
     mll_device *device;
     int32_t closed, recording;
     uint64_t issued, seen; /* all so far, and those that somebody has waited for */
-    int32_t shared; /* never keep the lock: others put work on it too, and nobody knows how full its
-                     * queue is, or the driver is written in Python */
+    int32_t shared; /* others put work on it too: nobody knows how full its queue is */
 } mll_stream;
 
 typedef struct {

@@ -10,7 +10,6 @@ import logging
 import re
 import sys
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -40,8 +39,6 @@ _PARAMETER = re.compile(r", parameter (\d+)")
 _ADDRESS = re.compile(r"bytes at (0x[0-9a-f]+)")
 _NON_BLOCKING = 1
 _NO_TIMING = 2
-_PATIENCE_S = 1.0  # for calls under way: the driver may block them
-_NAP_S = 1e-4
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,6 @@ class Context:
         self.storages: weakref.WeakValueDictionary[int, Storage] = weakref.WeakValueDictionary()
         self._pending: list[tuple[list[int], Callable[[], None]]] = []
         self._lock = threading.RLock()
-        self._passing = threading.Lock()
         self._current = threading.local()
         self._keeper = 0
         self.pinned_free: dict[int, list[int]] = {}
@@ -175,35 +171,11 @@ class Context:
             if lifetime.recordings:
                 return
             while self._dead:
-                if not self.let_pass():
-                    return
                 _, reclaim = self._dead.popleft()
                 self.n_live -= 1
                 self._destroy(reclaim)
             if self._closing():
                 self._release()
-
-    def let_pass(self) -> bool:
-        """Wait for the calls that may have missed the mark of what was closed before.
-
-        Later calls are not waited for, so that threads which launch all the time hold up nobody.
-        False if a call takes so long that the closed thing had better stay queued.
-        """
-        compiled = self.native
-        if not lifetime.calls and (compiled is None or not compiled.busy):
-            return True
-        calls, end = tuple(lifetime.calls), time.monotonic() + _PATIENCE_S
-        with self._passing:
-            # Twice, for a call that outlasted an earlier wait counts with either half.
-            for _ in range(2):
-                half = 0 if compiled is None else compiled.turn()
-                while (compiled is not None and compiled.cell.busy[half]) or (
-                    not lifetime.calls.isdisjoint(calls)
-                ):
-                    if time.monotonic() > end:
-                        return False
-                    time.sleep(_NAP_S)
-        return True
 
     def _destroy(self, reclaim: Callable[[], None]) -> None:
         if self.lost:

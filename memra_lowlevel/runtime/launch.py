@@ -22,9 +22,8 @@ from ..errors import ArgumentError, ClosedError
 from .arguments import Encoder
 from .config import ConfigLike, LaunchConfig, check_limits, config_of, dim3, occupancy
 from .device import Device
-from .lifetime import calls
 from .memory import Buffer
-from .storage import Storage, Use
+from .storage import Storage
 from .stream import Stream, expect_stream
 
 if TYPE_CHECKING:
@@ -74,18 +73,12 @@ def launch(stream: Stream, config: ConfigLike, kernel: Kernel, *args: Any) -> No
         if code > 0:
             raise driver_error(context, code, "cuLaunchKernel", stream, kernel)
         if code == _ARGUMENT and len(args) == launcher.n_params:
-            call = object()
             try:
-                calls.add(call)  # as UnderWay does, which costs more than the launch
-                if launcher.ended:
-                    launcher.check_module()
                 block = launcher.pack_noting(args, context, stream)
-                code = _launch_site(site.address, stream.address, block)
             except (struct.error, OverflowError):
                 launcher.encoder.pack(args, context)  # raises by name
                 raise
-            finally:
-                calls.discard(call)
+            code = _launch_site(site.address, stream.address, block)
             if code == 0:
                 return
             if code > 0:
@@ -267,31 +260,18 @@ class Launcher:
                 expected=str(context),
                 got="another device",
             )
+        if kernel.module.closed:
+            raise ClosedError(
+                f"{kernel.name}: its module {kernel.module.image.name!r} is closed: used at "
+                f"{caller()}. Keep the module open for as long as its kernels are used."
+            )
         self.context, self.kernel = context, kernel
-        self.check_module()
         encoder = self.encoder = Encoder(kernel)
         self.pack_noting, self.n_params = encoder.pack_noting, len(encoder.params)
         self.described = None if context.native is None else encoder.describe()
         self.sites: dict[LaunchConfig, _Site] = {}
         self.last: _Site | None = None
         self.dynamic_limit = 0
-        self.ended = False
-
-    def check_module(self) -> None:
-        """Refuse a kernel whose module is closed."""
-        module = self.kernel.module
-        if module.closed:
-            raise ClosedError(
-                f"{self.kernel.name}: its module {module.image.name!r} is closed: used at "
-                f"{caller()}. Keep the module open for as long as its kernels are used."
-            )
-
-    def end(self) -> None:
-        """Leave every later launch to Python, which refuses it by name."""
-        self.ended, self.described = True, None
-        for site in list(self.sites.values()):
-            if site.cell is not None:
-                site.cell.params = native.ffi.NULL
 
     @classmethod
     def of(cls, context: Context, kernel: Kernel) -> Launcher:
@@ -312,7 +292,6 @@ class Launcher:
             if len(self.sites) >= _MOST_SITES:
                 self.sites.clear()
             site = self.sites[config] = _Site(self, config)
-            self.check_module()  # end() may have come before the site was there to be found
         return site
 
 
@@ -375,19 +354,25 @@ class _Site:
         context, kernel = stream.context, self.launcher.kernel
         context.ensure()
         driver, shared = context.driver, self.config.shared_bytes
-        with Use(stream, *storages):
-            self.launcher.check_module()
-            if self.attributes is None:
-                driver.cuLaunchKernel(
-                    kernel.handle, self.grid, self.block, shared, stream.handle, params
-                )
-            else:
-                driver.cuLaunchKernelEx(
-                    kernel.handle, self.grid, self.block, shared, stream.handle, params,
-                    self.attributes,
-                )  # fmt: skip
-            if stream.recording is not None:
-                stream.recording.keeps.add_kernel(kernel)
+        if self.attributes is None:
+            driver.cuLaunchKernel(
+                kernel.handle, self.grid, self.block, shared, stream.handle, params
+            )
+        else:
+            driver.cuLaunchKernelEx(
+                kernel.handle, self.grid, self.block, shared, stream.handle, params,
+                self.attributes,
+            )  # fmt: skip
+        recording = stream.recording
+        for storage in storages:
+            storage.streams.add(stream)
+            if recording is not None:
+                recording.keeps.add(storage)
+        if recording is not None:
+            recording.keeps.add_kernel(kernel)
+            recording.tick(stream)
+        else:
+            native.note_issued(stream.cell)
 
 
 def driver_error(

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from .recording import Recording
 
 __all__ = [
-    "Keepable", "Leak", "Owned", "UnderWay", "calls", "capturing", "census", "gate", "living",
-    "no_leaks", "recordings",
+    "Keepable", "Leak", "Owned", "capturing", "census", "gate", "living", "no_leaks", "recordings",
 ]  # fmt: skip
 
 gate = threading.RLock()
@@ -35,9 +34,6 @@ gate = threading.RLock()
 recordings: list[Recording] = []
 """Captures in progress, on any thread, oldest first. Changed under :data:`gate` only."""
 
-calls: set[object] = set()
-"""Calls of Python code that may have made their checks and not yet reached the driver."""
-
 _serial = itertools.count(1)
 _live: weakref.WeakValueDictionary[int, Owned] = weakref.WeakValueDictionary()
 
@@ -45,29 +41,6 @@ _live: weakref.WeakValueDictionary[int, Owned] = weakref.WeakValueDictionary()
 def capturing() -> bool:
     """Whether any stream of this process is being captured through this library."""
     return bool(recordings)
-
-
-class UnderWay:
-    """Context manager around the checks of a call and its way to the driver.
-
-    Whoever closes something marks it closed first and gives it back once the calls under way are
-    through: a call that begins later finds the mark. Nothing may be given back inside the block.
-    """
-
-    __slots__ = ("_call",)
-
-    def __init__(self) -> None:
-        self._call = object()
-
-    def __enter__(self) -> None:
-        calls.add(self._call)
-
-    def __exit__(self, *exc: object) -> None:
-        calls.discard(self._call)
-
-    def __del__(self) -> None:
-        # An interrupt can end the entry just before the block begins; then nothing is left.
-        calls.discard(self._call)
 
 
 class Owned(Closing):
@@ -106,10 +79,7 @@ class Owned(Closing):
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """Give the handle back, behind calls of other threads that are on their way to the driver.
-
-        Queued while any stream is being captured.
-        """
+        """Give the handle back; queued while any stream is being captured."""
         if self._finalizer.alive:
             self._before_close()
             self._finalizer()

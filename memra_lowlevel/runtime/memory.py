@@ -11,7 +11,7 @@ from .. import expect
 from ..driver.trace import caller
 from ..errors import ArgumentError
 from .recording import forbid
-from .storage import MemoryView, Shape, Storage, Use
+from .storage import MemoryView, Shape, Storage, note_use
 from .stream import Stream, expect_stream
 
 __all__ = ["Buffer", "PinnedBuffer"]
@@ -105,20 +105,20 @@ class Buffer(MemoryView):
         self._same(src.shape, src.dtype, src.n_bytes, f"{src._what} {src.name!r}")
         driver, ours, theirs = stream.context.driver, self._storage, src._storage
         if self.n_bytes:
-            _check_family(stream, src)
-        with Use(stream, ours, theirs):
-            if not self.n_bytes:
-                pass
-            elif isinstance(src, PinnedBuffer):
+            if isinstance(src, PinnedBuffer):
+                _check_family(stream, src)
                 driver.cuMemcpyHtoDAsync(self.ptr, src.ptr, self.n_bytes, stream.handle)
             elif theirs.context is ours.context or stream.recording is not None:
                 # A peer copy cannot be recorded; this one takes addresses of two devices as well.
+                _check_family(stream, src)
                 driver.cuMemcpyDtoDAsync(self.ptr, src.ptr, self.n_bytes, stream.handle)
             else:
+                _check_family(stream, src)
                 driver.cuMemcpyPeerAsync(
                     self.ptr, ours.context.handle, src.ptr, theirs.context.handle,
                     self.n_bytes, stream.handle,
                 )  # fmt: skip
+        note_use(stream, ours, theirs)
 
     def copy_to(self, stream: Stream, dst: Buffer | PinnedBuffer | np.ndarray[Any, Any]) -> None:
         """Copy this buffer to ``dst`` on ``stream``; sizes and dtypes must agree.
@@ -144,19 +144,17 @@ class Buffer(MemoryView):
         dst._check_open()
         self._same(dst.shape, dst.dtype, dst.n_bytes, f"{dst._what} {dst.name!r}")
         _check_family(stream, dst)
-        driver = stream.context.driver
-        with Use(stream, self._storage, dst._storage):
-            if self.n_bytes:
-                driver.cuMemcpyDtoHAsync(dst.ptr, self.ptr, self.n_bytes, stream.handle)
+        if self.n_bytes:
+            stream.context.driver.cuMemcpyDtoHAsync(dst.ptr, self.ptr, self.n_bytes, stream.handle)
+        note_use(stream, self._storage, dst._storage)
 
     def fill(self, stream: Stream, byte: int) -> None:
         """Set every byte to ``byte`` (0 … 255) on ``stream``."""
         self._ready(stream)
         byte = expect.integer("fill", byte, 0, 255)
-        driver = stream.context.driver
-        with Use(stream, self._storage):
-            if self.n_bytes:
-                driver.cuMemsetD8Async(self.ptr, byte, self.n_bytes, stream.handle)
+        if self.n_bytes:
+            stream.context.driver.cuMemsetD8Async(self.ptr, byte, self.n_bytes, stream.handle)
+        note_use(stream, self._storage)
 
     def to_numpy(self, stream: Stream) -> np.ndarray[Any, Any]:
         """Copy into a NumPy array; blocks until the work on ``stream`` is done."""
@@ -223,25 +221,26 @@ class Buffer(MemoryView):
             part = flat[start : start + _STAGING_LIMIT_BYTES]
             staging = pool.staging_buffer(stream.context, part.nbytes)
             staging.array[: part.nbytes] = part
-            with Use(stream, self._storage, staging._storage):
-                stream.context.driver.cuMemcpyHtoDAsync(
-                    self.ptr + start, staging.ptr, part.nbytes, stream.handle
-                )
+            stream.context.driver.cuMemcpyHtoDAsync(
+                self.ptr + start, staging.ptr, part.nbytes, stream.handle
+            )
+            note_use(stream, self._storage, staging._storage)
             staging.close()
 
     def _download(self, stream: Stream, dst: np.ndarray[Any, Any]) -> None:
         from . import pool
 
         flat = dst.reshape(-1).view(np.uint8)
+        note_use(stream, self._storage)
         if not self.n_bytes:
             stream.sync()
         for start in range(0, self.n_bytes, _STAGING_LIMIT_BYTES):
             part = flat[start : start + _STAGING_LIMIT_BYTES]
             staging = pool.staging_buffer(stream.context, part.nbytes)
-            with Use(stream, self._storage, staging._storage):
-                stream.context.driver.cuMemcpyDtoHAsync(
-                    staging.ptr, self.ptr + start, part.nbytes, stream.handle
-                )
+            stream.context.driver.cuMemcpyDtoHAsync(
+                staging.ptr, self.ptr + start, part.nbytes, stream.handle
+            )
+            note_use(stream, staging._storage)
             stream.sync()
             part[:] = staging.array[: part.nbytes]
             staging.close()

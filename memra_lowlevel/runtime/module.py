@@ -38,18 +38,13 @@ class LoadedModule(Module):
         self.name = image.name
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._holds = 0
-        self._closing = self._ended = False
+        self._closing = False
         context.modules.add(self)
 
     def kernel(self, name: str) -> Kernel:
         """Get a kernel by name or name expression; the same object each time."""
         self.context.activate()
         return super().kernel(name)
-
-    @property
-    def closed(self) -> bool:
-        """Whether no kernel of it can be launched any more."""
-        return self._ended or super().closed
 
     def hold(self) -> None:
         """Keep the code loaded even after ``close()``, until :meth:`release`."""
@@ -66,32 +61,17 @@ class LoadedModule(Module):
         self._closing = True
         if self._holds == 0 and not self.closed:
             forbid("cuModuleUnload", what=f"module {self.image.name!r}")
-            self._end_use()
-            if self.context.let_pass():
-                self._give_back()
-            else:
-                self.context.n_live += 1
-                self.context.bury(0, self._give_back)
+            # Work in flight may still run the code.
+            self.context.activate()
+            try:
+                self.driver.cuCtxSynchronize()
+            finally:
+                self.unload()
 
     def unload(self) -> None:
         """Unload at once; for a context that ends, with no work in flight."""
-        self._end_use()
-        super().close()
-
-    def _give_back(self) -> None:
-        # Work in flight may still run the code.
-        self.context.activate()
-        try:
-            self.driver.cuCtxSynchronize()
-        finally:
-            super().close()
-
-    def _end_use(self) -> None:
-        """Make every launch that begins from here on refuse."""
-        self._ended = True
         for user in list(self.users):
             user._operand_closed(self)
-        for kernel in list(self._kernels.values()):
-            launcher = self.context.launchers.pop(kernel, None)
-            if launcher is not None:
-                launcher.end()
+        for kernel in self._kernels.values():
+            self.context.launchers.pop(kernel, None)
+        super().close()

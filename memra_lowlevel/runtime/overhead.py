@@ -33,8 +33,6 @@ KERNEL void four(float* a, float* b, float* c, int32_t d) { if (a == nullptr) b[
 class StubDriver:
     """The host driver with launches that return at once; their work is not done."""
 
-    entries_are_python = False
-
     def __init__(self) -> None:
         self._host = get("host")
         self._sources: list[Callable[[], Any]] = []

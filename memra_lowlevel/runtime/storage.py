@@ -18,14 +18,14 @@ from .. import expect, native
 from ..closing import Closing
 from ..driver.trace import caller
 from ..errors import ArgumentError, ClosedError
-from .lifetime import Keepable, UnderWay
+from .lifetime import Keepable
 
 if TYPE_CHECKING:
     from .context import Context
     from .device import Device
     from .stream import Stream
 
-__all__ = ["MemoryView", "PinnedStorage", "Shape", "Storage", "Use", "normal_shape", "note_use"]
+__all__ = ["MemoryView", "PinnedStorage", "Shape", "Storage", "normal_shape", "note_use"]
 
 Shape = int | Sequence[int]
 
@@ -83,13 +83,6 @@ class Storage(native.Storage, Keepable):
                 user._operand_closed(self)
             if self._holds == 0:
                 super().close()
-
-    def _check_open(self) -> None:
-        if not self.open:
-            raise ClosedError(
-                f"{self.kind} {self.name!r} (made at {self.where or '?'}) is closed: "
-                f"used at {caller()}. Keep it open for as long as it is used."
-            )
 
 
 class PinnedStorage(Storage):
@@ -206,37 +199,6 @@ class MemoryView(native.View, Closing):
             f"<{type(self).__name__} {self.name!r} {self.dtype}{list(self.shape)} "
             f"on {self._storage.context}{state}>"
         )
-
-
-class Use(UnderWay):
-    """Context manager around a driver call that puts work with ``storages`` on ``stream``.
-
-    Notes the use at the end. At the beginning it raises ``ClosedError`` where one of them was
-    closed, perhaps just now by another thread.
-    """
-
-    __slots__ = ("_storages", "_stream")
-
-    def __init__(self, stream: Stream, *storages: Storage) -> None:
-        super().__init__()
-        self._stream, self._storages = stream, storages
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        try:
-            self._stream._check_open()
-            for storage in self._storages:
-                storage._check_open()
-        except ClosedError:
-            super().__exit__()
-            raise
-
-    def __exit__(self, *exc: object) -> None:
-        try:
-            if not any(exc):
-                note_use(self._stream, *self._storages)
-        finally:
-            super().__exit__()
 
 
 def note_use(stream: Stream, *storages: Storage) -> None:

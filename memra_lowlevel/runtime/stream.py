@@ -67,8 +67,7 @@ class Stream(Owned):
         gate = context.native
         self.cell: Any = None
         if gate is not None:
-            python = getattr(driver, "entries_are_python", False)
-            self.cell = native.StreamCell(gate, handle, shared=self._shared or python)
+            self.cell = native.StreamCell(gate, handle, shared=foreign is not None)
             self.address = native.address(self.cell)
 
         alive = self.alive = [handle]
@@ -118,10 +117,7 @@ class Stream(Owned):
                 call="cuEventRecord",
             )
         self.context.ensure()
-        with lifetime.UnderWay():
-            self._check_open()
-            event._check_open()
-            self.context.driver.cuEventRecord(event.handle, self.handle)
+        self.context.driver.cuEventRecord(event.handle, self.handle)
         native.note_issued(self.cell)
         event._note_record(self)
         return event
@@ -158,10 +154,7 @@ class Stream(Owned):
                 call="cuStreamWaitEvent",
             )
         self.context.ensure()
-        with lifetime.UnderWay():
-            self._check_open()
-            event._check_open()
-            self.context.driver.cuStreamWaitEvent(self.handle, event.handle)
+        self.context.driver.cuStreamWaitEvent(self.handle, event.handle)
         native.note_issued(self.cell)
         if theirs is not None:
             theirs.note_wait(self, event)

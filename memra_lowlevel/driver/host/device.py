@@ -42,11 +42,7 @@ class HostDriver(HostGraphs):
     ----------
     kind : str
         ``"host"``.
-    entries_are_python : bool
-        Whether :meth:`entry_point` gives functions that run Python code.
     """
-
-    entries_are_python = True
 
     def __init__(self) -> None:
         super().__init__()
