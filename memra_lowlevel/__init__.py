@@ -80,4 +80,5 @@ _HOMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("cache", "errors", "formats", "layer_kv", "speculative"), ()),
 }  # fmt: skip
 
-__getattr__, __dir__ = attach(__name__, _HOMES)
+if not TYPE_CHECKING:  # a checker knows the names from above, and tells those that are none
+    __getattr__, __dir__ = attach(__name__, _HOMES)

@@ -20,10 +20,11 @@ def attach(
     package : str
         Its ``__name__``.
     homes : mapping of str to iterable of str
-        Module below the package to the names that it holds; a module without names is itself
-        reachable as an attribute.
+        Module below the package to the names that it holds. Modules are attributes themselves, as
+        they are where a package imports them.
     """
-    home_of = {name: home for home, names in homes.items() for name in names or (home,)}
+    home_of = {home: home for home in homes}
+    home_of |= {name: home for home, names in homes.items() for name in names}
 
     def __getattr__(name: str) -> Any:
         home = home_of.get(name)

@@ -63,6 +63,19 @@ def test_every_error_is_documented():
     assert not missing
 
 
+def test_what_is_loaded_on_first_use_is_there():
+    code = (
+        "import memra_lowlevel as m, memra_lowlevel.compile as c; "
+        "assert c.compiler.compile_source is c.compile_source and m.compile is c; "
+        "assert m.launch is m.runtime.launch; "
+        "[getattr(p, name) for p in (m, c) for name in dir(p)]; "
+        "assert set(m.__all__) <= set(dir(m)) and set(c.__all__) <= set(dir(c)); "
+        "print(getattr(c, 'compile_sorce', 'nothing'))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert ran.stdout.strip() == "nothing"
+
+
 def test_import_is_light_and_makes_no_cuda_call(tmp_path):
     code = (
         "import sys, time; from time import process_time as now; a = now(); "

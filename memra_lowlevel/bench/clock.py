@@ -67,7 +67,7 @@ def graph_us(
     calls
         Each enqueues the same work on ``stream``, over another set of buffers, so that together
         they move more than the L2 holds. Few of them are repeated until one replay is long enough
-        that its own launch does not count: 48 calls or 4 ms.
+        that its own launch does not count: 48 calls, or fewer that take 4 ms.
     n_samples
         Replays timed, after some that are not; up to four times as many while their spread is above
         1 %, since what disturbs a machine passes.

@@ -74,4 +74,5 @@ _HOMES = {
     ),
 }
 
-__getattr__, __dir__ = attach(__name__, _HOMES)
+if not TYPE_CHECKING:  # a checker knows the names from above, and tells those that are none
+    __getattr__, __dir__ = attach(__name__, _HOMES)

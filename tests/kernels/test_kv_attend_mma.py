@@ -255,6 +255,20 @@ def test_a_window_over_a_long_plane_is_launched_like_a_short_plane(stream, monke
     assert seen[2] == 40_000
 
 
+@pytest.mark.parametrize(("head_dim", "sizes"), [(128, (8, 16)), (256, (4, 8))])
+def test_no_bit_depends_on_the_size_of_a_block(stream, monkeypatch, head_dim, sizes):
+    planes, rng = filled(stream, head_dim, 150, n_kv_heads=8)
+    planes.set_len(140)
+    q, shapes, of, results = normal(rng, 2, 16, head_dim), [], kv_attend_mma._shape, []
+    monkeypatch.setattr(kv_attend_mma, "_shape", lambda *a: shapes.append(of(*a)) or shapes[-1])
+    for n_warps in sizes:
+        monkeypatch.setattr(kv_attend_mma, "_block_warps", lambda d, n, w=n_warps: w)
+        results.append(planes.attend(q, **MMA))
+    assert same(*results)
+    if stream.device.limits.shared_optin_bytes > 200_000:  # else all are as small as can be
+        assert len({shape.heads for shape in shapes}) > 1
+
+
 def test_blocks_are_smaller_where_a_row_sees_few_keys():
     """On a GPU with room; each is a template instance that a window does not add to."""
     room, heads = 232_448, {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -91,6 +91,27 @@ def compile_host(
     ------
     CompileError, HeaderNotFound, CompilerNotFound
     """
+    common = (source, name_expressions, include_dirs, defines or {}, check, sanitize, name)
+    try:
+        return _compiled(*common, bounds=True)
+    except CompileError as error:
+        if "memra_bound_" not in error.log:
+            raise
+    # C++ cannot name the function of a bound everywhere that it can name the kernel.
+    return _compiled(*common, bounds=False)
+
+
+def _compiled(
+    source: str | Path,
+    name_expressions: Sequence[str],
+    include_dirs: Sequence[str | Path],
+    defines: Mapping[str, object],
+    check: bool,
+    sanitize: Sanitizer | None,
+    name: str,
+    *,
+    bounds: bool,
+) -> HostImage:
     compiler = find_compiler()
     path: Path | None = None
     if isinstance(source, Path) or "\n" not in source:
@@ -105,12 +126,14 @@ def compile_host(
         text, folder = source, Path.cwd()
         head = f'#line 1 "{name}"\n{source}\n'
     folders = [Path(d).resolve() for d in include_dirs]
-    translated, bounded = launch_bounds(dynamic_shared(text))
+    translated, bounded = dynamic_shared(text), frozenset[str]()
+    if bounds:
+        translated, bounded = launch_bounds(translated)
     if translated != text:
         named = name if path is None else str(path)
         head = f'#line 1 "{named}"\n{translated}\n'
     names = list(dict.fromkeys([*plain_kernels(text), *name_expressions]))
-    flags = [*_flags(compiler, check, sanitize), *_define_flags(defines or {})]
+    flags = [*_flags(compiler, check, sanitize), *_define_flags(defines)]
     runtime = runtime_library(check, sanitize)
     unit = head + _table(names, bounded, sanitize)
     digest = hashlib.sha256()
@@ -227,7 +250,7 @@ def _define_flags(defines: Mapping[str, object]) -> list[str]:
     return [f"-D{k}={1 if v is None or v is True else v}" for k, v in sorted(defines.items())]
 
 
-def _table(names: Sequence[str], bounded: Set[str], sanitize: Sanitizer | None) -> str:
+def _table(names: Sequence[str], bounded: frozenset[str], sanitize: Sanitizer | None) -> str:
     rows = "".join(f'  memra::Launch<{n}{_bound_of(n, bounded)}>::entry("{n}"),\n' for n in names)
     flag = {"undefined": "memra::MODULE_UBSAN", "address": "memra::MODULE_ASAN"}.get(
         sanitize or "", "0"
@@ -309,9 +332,11 @@ _BOUNDS = re.compile(r"__launch_bounds__\s*\((.*)\)", re.S)
 _BEFORE_KERNEL = re.compile(
     r"(?:\A|[;{}])\s*(?P<head>(?P<template>template\s*<[^;{}]*>\s*)?(?:(?:extern|static|inline)\s+)*)\Z"
 )
+_SPECIALISED = re.compile(r"\btemplate\s*<\s*>([^;{}]*)")
+_CALLED = re.compile(r"\b(\w+)\s*(?:<[^<>]*>\s*)?\(")
 
 
-def launch_bounds(text: str) -> tuple[str, Set[str]]:
+def launch_bounds(text: str) -> tuple[str, frozenset[str]]:
     """Put a function ``memra_bound_NAME`` before kernels with ``__launch_bounds__``; lines stay.
 
     It has the kernel's own template parameters and scope, for bounds are written in terms of them.
@@ -321,26 +346,28 @@ def launch_bounds(text: str) -> tuple[str, Set[str]]:
     -------
     str
         The text.
-    set of str
+    frozenset of str
         Names of the kernels whose bounds can be asked for. A kernel in a header or out of a macro
-        has none, nor one with words of its own before ``__global__``.
+        has none, nor one with words of its own before ``__global__``, with bounds that a directive
+        chooses, or with explicit specialisations.
     """
     if "__launch_bounds__" not in text:
         return text, frozenset()
     plain = _blanked(text)
     places: list[tuple[int, str, str]] = []
-    unclear = set()
+    unclear = {name for head in _SPECIALISED.findall(plain) for name in _CALLED.findall(head)}
     for kernel in _KERNEL.finditer(plain):
         name, bounds = kernel["name"], _BOUNDS.search(kernel["between"])
         before = _BEFORE_KERNEL.search(plain[: kernel.start()])
-        if before is None:
+        chosen = _DIRECTIVE.search(text, kernel.start(), kernel.end())  # bounds under an #if
+        if before is None or chosen is not None:
             unclear.add(name)
         elif _is_definition(plain[kernel.end() :]):
             value = f"memra::launch_bound({bounds[1]})" if bounds else "0"
             made = f"{before['template'] or ''} constexpr unsigned memra_bound_{name}() "
             made += f"{{ return {value}; }} "
             places.append((before.start("head"), name, " ".join(made.split())))
-    bounded = {name for _, name, made in places if "launch_bound(" in made} - unclear
+    bounded = frozenset(name for _, name, made in places if "launch_bound(" in made) - unclear
     out, at = [], 0
     for place, name, made in places:
         if name in bounded:
@@ -359,7 +386,7 @@ def _is_definition(after: str) -> bool:
     return False
 
 
-def _bound_of(name_expression: str, bounded: Set[str]) -> str:
+def _bound_of(name_expression: str, bounded: frozenset[str]) -> str:
     """Give the second argument of ``memra::Launch``, with its comma; empty for no bounds."""
     head, angle, arguments = name_expression.lstrip("& ").partition("<")
     scope, colons, name = head.strip().rpartition("::")

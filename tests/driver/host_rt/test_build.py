@@ -218,3 +218,48 @@ def test_what_is_added_for_launch_bounds_moves_no_line():
     assert len(lines) == len(before)
     assert all(line.endswith(old) for line, old in zip(lines, before, strict=True))
     assert launch_bounds("KERNEL void f() {}") == ("KERNEL void f() {}", frozenset())
+
+
+UNCLEAR = {
+    "bounds that a directive chooses": """
+KERNEL void
+#ifdef SMALL
+__launch_bounds__(64)
+#else
+__launch_bounds__(256)
+#endif
+k(int* x) {}
+""",
+    "a specialisation with others": """
+template <int W> __global__ void __launch_bounds__(W * 32) k(int* x) {}
+template <> __global__ void __launch_bounds__(512) k<1>(int* x) {}
+""",
+    "a default that stands at the declaration": """
+template <int W, int X = 2> __global__ void k(int* x);
+template <int W, int X> __global__ void __launch_bounds__(W * X) k(int* x) {}
+""",
+    "a name from elsewhere": """
+namespace a { __global__ void __launch_bounds__(64) k(int* x) {} }
+using a::k;
+""",
+    "overloads": """
+template <class T, decltype(T(0) / 1.5) = 0> __global__ void __launch_bounds__(64) k(T* x) {}
+template <class T, decltype(T(0) / 1.5) = 0> __global__ void __launch_bounds__(32) k(T* x, T* y) {}
+KERNEL void plain(int* x) {}
+""",
+}
+
+
+@pytest.mark.parametrize("text", UNCLEAR.values(), ids=UNCLEAR)
+def test_a_bound_that_nobody_can_ask_for_is_none(text):
+    """Never one of another kernel, and never a reason not to compile."""
+    wanted = {"k<1>", "k<3>"} if "template <int W>" in text else set()
+    wanted |= {"k<3>"} if "int X = 2" in text else set()
+    wanted |= {"k"} if "using" in text else set()
+    image = compile_host(
+        '#include "common/device.cuh"\n' + text, sorted(wanted), [runner.cuda_src()]
+    )
+    module = runner.load(image.path)
+    found = {name: runner.max_threads(runner.get_function(module, name)) for name in image.entries}
+    runner.unload(module)
+    assert found and set(found.values()) == {1024} and wanted <= found.keys()
