@@ -382,6 +382,37 @@ FAULTS = (
         '"ok": not failures and not skipped and', '"ok": not failures and',
         ("tests/bench/test_gpu_check.py",), True,
     ),
+    # -- launches and figures ---------------------------------------------------------------------
+    Fault(
+        "launch-bounds-forgotten", "the host device launches more threads than a kernel's bounds",
+        "memra_lowlevel/driver/host/cxx.py",
+        "    if bounds:\n        translated, bounded", "    if False:\n        translated, bounded",
+        ("tests/runtime/test_runtime_launch.py::"
+         "test_a_block_beyond_the_launch_bounds_of_its_kernel",), True,
+    ),
+    Fault(
+        "late-buffers-unchecked", "a second launch of attention refuses behind the first",
+        "memra_lowlevel/kernels/kv_attend.py",
+        "        if dtype is None:\n            continue", "        if True:\n            continue",
+        ("tests/kernels/test_kv_attend.py",), True,
+    ),
+    Fault(
+        "window-forgotten", "the blocks of attention follow the plane, not the window",
+        "memra_lowlevel/kernels/kv_attend_mma.py",
+        "min(rows, call.window or rows)", "rows",
+        ("tests/kernels/test_kv_attend_mma.py::"
+         "test_a_window_over_a_long_plane_is_launched_like_a_short_plane",), True,
+    ),
+    Fault(
+        "no-rest", "a device at its power limit is measured", "memra_lowlevel/bench/clock.py",
+        "_REST = 3.0", "_REST = 0.0", ("tests/bench/test_steady.py",), True,
+    ),
+    Fault(
+        "compiler-imported", "whatever launches loads the compiler",
+        "memra_lowlevel/compile/__init__.py",
+        "from ..lazy import attach", "from . import compiler\nfrom ..lazy import attach",
+        ("tests/test_conventions.py::test_import_is_light_and_makes_no_cuda_call",), True,
+    ),
 )  # fmt: skip
 """Every fault; ``cheap`` ones are tried in CI."""
 
