@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from ..runtime.stream import Stream
 
 __all__ = [
-    "ROTATION_BYTES", "graph_us", "host_us", "host_us_in_turn", "n_sets", "spread", "sustained_us",
+    "ROTATION_BYTES", "graph_us", "host_us", "host_us_in_turn", "n_repeats", "n_sets",
+    "rested_us", "spread", "sustained_us",
 ]  # fmt: skip
 
 ROTATION_BYTES = 192 << 20
@@ -54,12 +55,6 @@ def graph_us(
 ) -> list[float]:
     """Time per call, in µs, of ``calls`` captured back to back in one graph, by a rested device.
 
-    Under load that fills it, a device reaches its power limit within some 50 ms and lowers its
-    clocks by as much as its silicon and its temperature demand, another amount on each machine and
-    at each hour. So after each sample the device rests three times as long as the sample took:
-    every sample is taken at full clocks. What a device does that gets no rest is told by
-    :func:`sustained_us`.
-
     Parameters
     ----------
     device, stream
@@ -82,17 +77,37 @@ def graph_us(
     if small:
         with _replays(device, stream, calls) as replay:
             return [replay() * 1e3 / len(calls) for _ in range(1 + 3)][1:]
-    samples: list[float] = []
     calls = _enough(device, stream, calls)
     with _replays(device, stream, calls) as replay:
-        for _ in range(_MOST_TURNS):
-            for i in range(n_samples + _N_WARM):
-                ms = replay()
-                time.sleep(_REST * ms / 1e3)
-                if i >= _N_WARM:
-                    samples.append(ms * 1e3 / len(calls))
-            if spread(samples) <= _STEADY:
-                break
+        return rested_us(replay, len(calls), n_samples)
+
+
+def rested_us(replay: Callable[[], float], n_calls: int, n_samples: int) -> list[float]:
+    """Time per call, in µs, of a graph of ``n_calls``, ours or another library's.
+
+    Under load that fills it, a device reaches its power limit within some 50 ms and lowers its
+    clocks by as much as its silicon and its temperature demand, another amount on each machine and
+    at each hour. So after each replay the device rests three times as long as that took: every
+    sample is taken at full clocks. What a device does that gets no rest is told by
+    :func:`sustained_us`.
+
+    Parameters
+    ----------
+    replay
+        Replays the graph once, waits, and returns how many ms that took.
+    n_calls : int
+    n_samples : int
+        As for :func:`graph_us`.
+    """
+    samples: list[float] = []
+    for _ in range(_MOST_TURNS):
+        for i in range(n_samples + _N_WARM):
+            ms = replay()
+            time.sleep(_REST * ms / 1e3)
+            if i >= _N_WARM:
+                samples.append(ms * 1e3 / n_calls)
+        if spread(samples) <= _STEADY:
+            break
     return samples
 
 
@@ -130,8 +145,13 @@ def _enough(
     with _replays(device, stream, calls) as replay:
         replay()
         ms = replay()
-    most = _N_CALLS // len(calls)
-    return list(calls) * max(1, min(most, math.ceil(_SAMPLE_MS / ms) if ms else most))
+    return list(calls) * n_repeats(ms, len(calls))
+
+
+def n_repeats(ms: float, n_calls: int) -> int:
+    """Return how often a graph repeats ``n_calls`` that take ``ms`` together."""
+    most = _N_CALLS // n_calls
+    return max(1, min(most, math.ceil(_SAMPLE_MS / ms) if ms else most))
 
 
 @contextmanager

@@ -8,11 +8,12 @@ from __future__ import annotations
 import ctypes
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .clock import host_us, n_sets
+from .clock import host_us, n_repeats, n_sets, rested_us
 from .result import Row
 
 if TYPE_CHECKING:
@@ -246,11 +247,21 @@ def _attend(run: Run, torch: Any, name: str, case: Case, element_bytes: int, pro
     """Capture calls over rotating sets as one graph of torch's, and time its replays."""
     n_bytes = 2 * case.ctx * case.n_kv_heads * case.head_dim * element_bytes
     calls = [probe(torch, case, i) for i in range(n_sets(n_bytes))]
-    n_passes = max(1, 48 // len(calls))
 
-    def everything() -> None:
-        for call in calls * n_passes:
-            call()
+    def captured(n_passes: int) -> Any:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls * n_passes:
+                call()
+        return graph
+
+    def replayed_ms(graph: Any) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end))
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -258,18 +269,12 @@ def _attend(run: Run, torch: Any, name: str, case: Case, element_bytes: int, pro
             call()
             call()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        everything()
-    samples = []
-    for i in range(15):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if i >= 3:
-            samples.append(begin.elapsed_time(end) * 1e3 / (len(calls) * n_passes))
+    once = captured(1)
+    replayed_ms(once)
+    n_passes = n_repeats(replayed_ms(once), len(calls))
+    del once
+    graph = captured(n_passes)
+    samples = rested_us(partial(replayed_ms, graph), n_passes * len(calls), 15)
     extra = {"bytes": n_bytes, "shape": case.shape, "ctx": case.ctx, "n_rows": case.n_rows}
     run.add(
         Row(
@@ -277,7 +282,7 @@ def _attend(run: Run, torch: Any, name: str, case: Case, element_bytes: int, pro
             extra=extra, work=f"{run.group} {case.work}",
         )
     )  # fmt: skip
-    del graph, everything
+    del graph
     torch.cuda.empty_cache()
 
 

@@ -45,33 +45,14 @@ __all__ = [
 
 _HOMES = {
     "arch": ("DEFAULT_ARCHS",),
-    "cache": (
-        "KernelCache",
-        "default_cache",
-    ),
-    "compiler": (
-        "Job",
-        "compile_each",
-        "compile_file",
-        "compile_many",
-        "compile_source",
-    ),
+    "cache": ("KernelCache", "default_cache"),
+    "compiler": ("Job", "compile_each", "compile_file", "compile_many", "compile_source"),
     "image": ("CompiledImage",),
     "logs": ("Resources",),
-    "module": (
-        "Kernel",
-        "Module",
-        "Param",
-    ),
+    "module": ("Kernel", "Module", "Param"),
     "options": ("CompileOptions",),
-    "signature": (
-        "ParamDecl",
-        "Signature",
-    ),
-    "source": (
-        "cuda_src_root",
-        "kernel_sources",
-    ),
+    "signature": ("ParamDecl", "Signature"),
+    "source": ("cuda_src_root", "kernel_sources"),
 }
 
 if not TYPE_CHECKING:  # a checker knows the names from above, and tells those that are none

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from memra_lowlevel.bench import clock
+from memra_lowlevel.bench import clock, peers
+from memra_lowlevel.bench.attend import Case
 from memra_lowlevel.bench.clock import graph_us, spread, sustained_us
 
 
@@ -99,3 +100,45 @@ def test_without_rest_only_the_second_half_counts(slept):
     samples, _ = timed([0.1] * (2 + fast) + [0.15] * slow, measure=sustained_us)
     assert samples == pytest.approx([150.0] * len(samples)) and len(samples) == 22
     assert not slept
+
+
+class FakeTorch:
+    """Its graphs take 0.1 ms for each call that was captured."""
+
+    def __init__(self):
+        self.cuda = self
+        self.graphs = []
+
+    def CUDAGraph(self):
+        self.graphs.append(SimpleNamespace(n_calls=0, n_replays=0))
+        made = self.graphs[-1]
+        made.replay = lambda: setattr(made, "n_replays", made.n_replays + 1)
+        return made
+
+    def Event(self, enable_timing):
+        ms = 0.1 * self.graphs[-1].n_calls
+        nothing = lambda: None  # noqa: E731
+        return SimpleNamespace(record=nothing, synchronize=nothing, elapsed_time=lambda end: ms)
+
+    def call(self):
+        if self.graphs:
+            self.graphs[-1].n_calls += 1
+
+    Stream = synchronize = empty_cache = lambda self: None
+    graph = stream = lambda self, of: nullcontext()
+
+
+def test_another_library_is_timed_like_ours(slept):
+    """As many calls in a sample, as many samples, and as much rest."""
+    torch, rows = FakeTorch(), []
+    run = SimpleNamespace(
+        group="attend", add=rows.append, ceilings=SimpleNamespace(read_us=lambda n: 1.0)
+    )
+    case = Case(32, 8, 128, 1 << 20)
+    peers._attend(run, torch, "other", case, 2, lambda *_: torch.call)
+    theirs, (row,) = list(slept), rows
+    slept.clear()
+    ours, device = timed([0.1] * 100, 1, n_samples=15)
+    assert row.samples == pytest.approx(ours) and theirs == pytest.approx(slept)
+    assert [graph.n_calls for graph in torch.graphs] == device.captured == [1, 40]
+    assert [graph.n_replays for graph in torch.graphs] == [2, 18]
