@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from memra_lowlevel import LaunchConfig, compile_file, compile_source, launch
-from memra_lowlevel.driver.host.cxx import dynamic_shared
+from memra_lowlevel.driver.host.translate import dynamic_shared
 from memra_lowlevel.errors import CompileError
 
 BODY = """{

@@ -15,7 +15,7 @@ import pytest
 from memra_lowlevel import errors
 from memra_lowlevel.compile.hostcxx import compile_host, plain_kernels
 from memra_lowlevel.driver.host import build, runner
-from memra_lowlevel.driver.host.cxx import launch_bounds
+from memra_lowlevel.driver.host.translate import launch_bounds
 
 TEXT = '#include "common/device.cuh"\nKERNEL void one(int* out) { out[0] = VALUE; }\n'
 

@@ -47,7 +47,7 @@ __attribute__((always_inline)) inline uint8_t* dynamic_shared() {
   return raw_load(&context()->shared);
 }
 
-// What __launch_bounds__ says of a kernel; see launch_bounds in cxx.py.
+// What __launch_bounds__ says of a kernel; see launch_bounds in translate.py.
 template <class... T>
 constexpr uint32_t launch_bound(uint32_t max_threads, T...) { return max_threads; }
 
