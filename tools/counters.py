@@ -378,20 +378,37 @@ def pick(cases: Sequence[Counted], found: Sequence[counters.Launched]) -> list[t
     return answers
 
 
+def pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
+
+
+def seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no time; give seconds above 0")
+    return value
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="", metavar="REGEX", help="cases whose name has it")
+    parser.add_argument(
+        "--only", type=pattern, default=re.compile(""), metavar="REGEX",
+        help="cases whose name has it",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="the result file")
-    parser.add_argument("--budget-s", type=float, default=480.0)
+    parser.add_argument("--budget-s", type=seconds, default=480.0)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
     parser.add_argument("--launch", nargs="+", metavar="ROW", help="do the work, under ncu")
     arguments = parser.parse_args()
     if arguments.launch:
         return launch_all(arguments.launch, arguments.device)
-    cases = [case for case in CASES if re.search(arguments.only, case.what)]
+    cases = [case for case in CASES if arguments.only.search(case.what)]
     if not cases:
-        raise SystemExit(f"counters: no case has {arguments.only!r}; --list shows them")
+        raise SystemExit(f"counters: no case has {arguments.only.pattern!r}; --list shows them")
     if arguments.list:
         print("\n".join(case.what for case in cases))
         return 0

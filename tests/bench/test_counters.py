@@ -309,3 +309,19 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(tool, "find_ncu", lambda: "ncu")
     with pytest.raises(SystemExit, match="is no GPU"):
         tool.measure(BATCH, tmp_path / "x.json", "host", 60.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--only", "("], "'(' is no regular expression"),
+        (["--budget-s", "-3"], "-3 is no time"),
+        (["--budget-s", "nan"], "nan is no time"),
+        (["--budget-s", "soon"], "invalid seconds value"),
+    ],
+)
+def test_wrong_words_are_told(monkeypatch, capsys, words, said):
+    monkeypatch.setattr(tool.sys, "argv", ["counters.py", *words])
+    with pytest.raises(SystemExit) as caught:
+        tool.main()
+    assert caught.value.code == 2 and said in capsys.readouterr().err
