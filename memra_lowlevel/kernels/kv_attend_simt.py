@@ -33,6 +33,10 @@ THREADS = 256
 """Of a block of ``attend_partial``."""
 
 _JOINED_SLOTS = 160
+_FEW = 4
+"""Queries that a thread block takes at least."""
+_RESIDENT = 2
+"""Thread blocks of few queries that a multiprocessor holds at once: FEW_RESIDENT of the source."""
 
 registry.register(
     KernelSpec(
@@ -105,7 +109,10 @@ def prepare(
 ) -> None:  # fmt: skip
     """Compile and load what launches of so many queries (rows x group) need."""
     widest = max(head_dim, head_dim_v)
-    for queries in sorted({queries_at_once(n, widest) for n in n_queries}):
+    needed = {queries_at_once(n, widest) for n in n_queries}
+    if device.kind != "host":
+        needed.add(_FEW)  # short planes; see plan()
+    for queries in sorted(needed):
         _kernels(device, k_format, v_format, head_dim, head_dim_v, queries)
 
 
@@ -137,7 +144,7 @@ def n_slots(rows: int, n_rows: int, window: int, ring: bool) -> int:
 
 def queries_at_once(n_queries: int, widest: int) -> int:
     """Return how many queries a thread block takes: few, or as many as fit."""
-    return 4 if n_queries <= 4 else 8 if widest > 256 else 16
+    return _FEW if n_queries <= _FEW else 8 if widest > 256 else 16
 
 
 @functools.lru_cache(maxsize=512)
@@ -176,8 +183,14 @@ def plan(
     widest = max(head_dim, head_dim_v)
     per_block = group if table else n_rows * group
     queries = queries_at_once(per_block, widest)
-    blocks = -(-per_block // queries) * (n_rows if table else 1)
+    sequences = n_rows if table else 1
     slots = n_slots(rows, 1 if table else n_rows, window, ring or table)
+    # Where the device has room for all of them at once, blocks of few queries are done sooner,
+    # though each decodes the keys anew; a host has no such room.
+    in_few = -(-per_block // _FEW) * sequences * n_kv_heads * slots
+    if kind != "host" and in_few <= _RESIDENT * n_sms:
+        queries = _FEW
+    blocks = -(-per_block // queries) * sequences
     # Enough blocks to fill the device, few enough that those without keys cost nothing.
     resident = 2 * n_sms if kind == "host" else 8 * n_sms
     share = max(1, -(-resident // (n_kv_heads * max(1, blocks))))

@@ -132,6 +132,8 @@ registry.register(
 #: Shared memory that the rows of one launch may take together; more rows go to further blocks.
 _SHARED_BYTES = 48 << 10
 _FEW, _TILE = 8, 32  # outputs of a block of threads
+#: Threads that keep a multiprocessor's way from the cache to its registers full.
+_BUSY_THREADS = 576
 #: Most slices of the columns: as many threads as a block has room for, but for the logits, where
 #: the matrix is large and few blocks must be enough to fill a device.
 _SLICES = {"add_product": 64, "gate_up_rows": 20, "qkv_rows": 18, "logits_rows": 2}
@@ -479,13 +481,19 @@ class _Cut:
                 _TILE, 1, 1, matrix.n_in + _TILE + n_slices * _TILE + self.n_blocks
             ),
         }[kernel]  # fmt: skip
-        self.group = max(1, min(n_rows, _SHARED_BYTES // (4 * floats)))
         # A unit per thread where threads run side by side, and whole warps; on the host each thread
         # costs its barriers.
         units = -(-n_slices // across) * across * outs
         threads = products * units if device.kind == "cuda" else 32
+        blocks = -(-matrix.n_out // outs)
+        self.group = max(1, min(n_rows, _SHARED_BYTES // (4 * floats)))
+        if device.kind == "cuda":
+            # A block takes its rows one after the other: where multiprocessors have nothing to do,
+            # other blocks read the same weights for some of them.
+            most = device.limits.n_sms * max(1, _BUSY_THREADS // threads)
+            self.group = min(self.group, -(-n_rows // max(1, most // blocks)))
         self.config = LaunchConfig(
-            (-(-matrix.n_out // outs), -(-n_rows // self.group), 1),
+            (blocks, -(-n_rows // self.group), 1),
             (threads, 1, 1),
             4 * floats * self.group,
             programmatic=starts_early(device, programmatic),

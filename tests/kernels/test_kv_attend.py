@@ -556,3 +556,20 @@ def test_a_workspace_that_names_no_kernel_is_enough_for_all():
             for n in slots:
                 need = kv_attend_mma.workspace_bytes(2, n_heads, head_dim, n)
                 assert size >= need, (head_dim, n_kv_heads, group, rows)
+
+
+def test_blocks_take_few_queries_where_the_device_has_room_for_them(stream):
+    """Five rows of 9/3/64 over a short plane are 96 blocks of 4 queries; over a long one not."""
+
+    def plan(n_rows, rows, n_sms=132, kind="cuda", table=False):
+        return kv_attend_simt.plan(n_rows, 3, 3, 64, 64, rows, 0, False, table, n_sms, kind)
+
+    short, long = plan(5, 1024), plan(5, 8192)
+    assert (short.queries, short.partial.grid, short.n_tickets) == (4, (8, 3, 4), 12)
+    assert (long.queries, long.partial.grid, long.n_tickets) == (16, (64, 3, 1), 3)
+    assert plan(5, 1024, n_sms=47).queries == 16  # room for 94
+    assert plan(5, 1024, n_sms=48).queries == 4
+    assert plan(5, 1024, kind="host").queries == 16
+    assert plan(1, 1 << 20).queries == 4
+    assert plan(40, 1024, table=True).partial.grid[2] == 40
+    assert short.workspace_bytes == plan(5, 1024, kind="host").workspace_bytes

@@ -1,6 +1,7 @@
 """The kernels of a Llama block against their float64 oracles, on fresh random input."""
 
 import itertools
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -531,3 +532,24 @@ def test_the_same_bits_on_both_devices(format):
 
     for host, cuda in zip(run("host"), run("cuda:0"), strict=True):
         assert bits(host) == bits(cuda)
+
+
+def test_rows_go_to_more_blocks_where_multiprocessors_have_nothing_to_do():
+    """SmolLM2 on 132 multiprocessors: outputs in 30, 72, 192 and 72 blocks; see _BUSY_THREADS."""
+    limits = SimpleNamespace(n_sms=132)
+    gpu = SimpleNamespace(kind="cuda", arch="sm_90", limits=limits)
+    host = SimpleNamespace(kind="host", arch="host", limits=limits)
+
+    def groups(kernel, n_out, n_in, device=gpu):
+        matrix = ops.TiledMatrix("f16", n_out, n_in, None)
+        cuts = {n: ops._Cut(device, kernel, matrix, n, False) for n in (1, 2, 5, 16)}
+        for n, cut in cuts.items():
+            assert cut.config.grid[1] == -(-n // cut.group)
+            assert cut.config.shared_bytes // cut.group == cuts[1].config.shared_bytes
+        return [cut.group for cut in cuts.values()]
+
+    assert groups("qkv_rows", 960, 576) == [1, 1, 2, 4]
+    assert groups("add_product", 576, 576) == [1, 1, 1, 4]
+    assert groups("gate_up_rows", 1536, 576) == [1, 2, 5, 16]  # there are blocks enough
+    assert groups("add_product", 576, 1536) == [1, 2, 5, 16]  # one a multiprocessor is enough
+    assert groups("add_product", 576, 576, host) == [1, 2, 5, 16]
