@@ -259,6 +259,25 @@ def test_ceilings_interpolate():
     assert found.copy_us(1) == 2.0 and found.copy_us(2 << 20) == 4.0
 
 
+def test_of_each_ceiling_the_fastest_turn_counts(monkeypatch):
+    """A turn that something disturbs is in no floor; large reads, which it cannot slow, are one."""
+    monkeypatch.setattr(clock, "ROTATION_BYTES", 1 << 20)
+    monkeypatch.setattr(ceilings, "READ_BYTES", (1 << 16, 1 << 20))
+    monkeypatch.setattr(ceilings, "COPY_BYTES", (1 << 20,))
+    monkeypatch.setattr(ceilings, "ROTATION_BYTES", 2 << 20)
+    monkeypatch.setattr(ceilings, "_BRIEF_BYTES", 1 << 16)
+    monkeypatch.setattr(ceilings, "_WAKE_S", 0.0)
+    taken = iter([9.0, 5.0, 20.0, 30.0, 4.0, 6.0])  # empty, reads, copy, turns
+    with Device("host") as device, device.stream(name="bench") as stream:
+        state = Run(device, stream)
+        state.timed = lambda calls: [next(taken, 7.0)] * 3
+        found = ceilings.measure(state)
+    rows = {row.what: row for row in state.rows}
+    assert rows["read 64 KiB"].extra["turns"] == [5.0, 4.0, 6.0] and found.read_us(1 << 16) == 4.0
+    assert rows["read 1 MiB"].extra["turns"] == [20.0] and found.copy_us(1 << 20) == 30.0
+    assert rows["read 64 KiB"].samples == [4.0] * 3
+
+
 def test_samples_in_turn_change_their_order():
     said = []
     calls = [(said.append, (name,), 2) for name in "abc"]
