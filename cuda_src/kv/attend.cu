@@ -17,6 +17,7 @@
 #include "common/counters.cuh"
 #include "common/dependent.cuh"
 #include "common/reduce.cuh"
+#include "common/ticket.cuh"
 
 constexpr int ATTEND_THREADS = 256;
 constexpr int ATTEND_WARPS = ATTEND_THREADS / WARP_LANES;
@@ -478,10 +479,8 @@ __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESID
         __syncthreads();  // the block's own partial results are there
         if (busy > 1) {
             if (thread == 0) {
-                __threadfence();
-                uint32_t* ticket = tickets + blockIdx.z * gridDim.y + kv_head;
-                is_last = atomicInc(ticket, busy - 1) == uint32_t(busy - 1);  // wraps to 0
-                __threadfence();
+                const uint32_t last = busy - 1;
+                is_last = take_ticket(tickets + blockIdx.z * gridDim.y + kv_head, last) == last;
             }
             __syncthreads();
         }
