@@ -218,12 +218,12 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
         }
         __syncwarp();
     }
-    // Brings STEP keys. Rows outside the range ask for the nearest one inside: their keys are masked.
+    // Brings STEP keys. Rows that no query sees ask for the nearest one that some does: their keys are masked.
     // With COPY_BULK one warp asks, when all have left the room; with COPY_ASYNC all do.
     const auto ask = [&](int32_t key, int slot, int parity) {
         uint8_t* const k = shared + slot * stage_bytes;
         uint8_t* const v = k + STEP * pitch_k;
-        const int32_t low = place.keys.x, last = place.keys.y - 1;
+        const int32_t low = place.span.x, last = place.span.y - 1;
         if constexpr (COPY == COPY_BULK) {
             mbar_wait(empty + slot, parity ^ 1);
             if (tiled) {
@@ -256,11 +256,28 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
         }
     };
 
+    // What comes `key - high` keys behind the present chunk, which ends at `high`, in the chunks of this round
+    // that are the block's: its first tiles are asked for while this one is worked on. -1 behind the last, and
+    // for 256 channels, which leave no registers for it.
+    constexpr bool BEYOND = D <= 128;
+    const auto beyond = [&](int32_t key) {
+        if constexpr (!BEYOND) return -1;
+        const int32_t chunk = place.rows.w, end = (place.rows.z + 1) * chunk;
+        int32_t behind = key - end;
+        if (behind < 0) return -1;  // the round ends in this chunk
+        int64_t number = int64_t(place.rows.z) + gridDim.x;
+        if (behind >= chunk) number += gridDim.x, behind -= chunk;
+        const int64_t at = number * chunk + behind;
+        return at < place.span.y ? int32_t(at) : -1;
+    };
+
     int slot = 0, parity = 0, turn = 0;
     int row = table == nullptr ? first_query / group : 0;
     int32_t c = 0, behind_key = 0;
-    // Goes to the next chunk of this block, and asks for its first keys; false behind the last.
+    // Goes to the next chunk of this block, of a new round with its first keys asked for; false behind the
+    // last.
     const auto advance = [&]() {
+        bool begins = false;
         c += gridDim.x;
         while (behind_key == 0 || int64_t(c) * place.rows.w >= behind_key) {
             if (row >= behind_row) return false;
@@ -287,7 +304,7 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
             __syncwarp();
             c = chunk_of(top_keys.x, chunk) + int(blockIdx.x);
             behind_key = last_keys.y > top_keys.x ? last_keys.y : 0;
-            row = behind;
+            row = behind, begins = true;
         }
         const int32_t chunk = place.rows.w, begin = c * chunk;
         const int2 span = place.span;
@@ -295,9 +312,10 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
         const int32_t high = span.y - begin < chunk ? span.y : begin + chunk;
         if (lane == 0) place.rows.z = c, place.keys.x = low, place.keys.y = high;
         __syncwarp();
-        for (int i = 0; i < N_STAGES - 1; i++) {
-            const int wraps = slot + i >= N_STAGES, key = low / STEP * STEP + i * STEP;
-            if (key < high && (COPY == COPY_ASYNC || warp == 0))
+        for (int i = 0; i < (begins || !BEYOND ? N_STAGES - 1 : 0); i++) {
+            const int wraps = slot + i >= N_STAGES, after = low / STEP * STEP + i * STEP;
+            const int32_t key = after < high ? after : beyond(after);
+            if (key >= 0 && (COPY == COPY_ASYNC || warp == 0))
                 ask(key, slot + i - wraps * N_STAGES, parity ^ wraps);
             if constexpr (COPY == COPY_ASYNC) cp_async_commit();
         }
@@ -316,12 +334,17 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
         const int32_t high = place.keys.y;
 #pragma unroll 1
         for (int32_t key = place.keys.x / STEP * STEP; key < high; key += STEP) {
-            const int32_t next = key + (N_STAGES - 1) * STEP;
+            static_assert(N_STAGES == 3, "beyond() looks two chunks ahead");
+            const auto next = [&] {
+                const int32_t after = key + (N_STAGES - 1) * STEP;
+                return after < high ? after : beyond(after);
+            };
             const int next_slot = slot == 0 ? N_STAGES - 1 : slot - 1;
             if constexpr (COPY == COPY_ASYNC) {
                 cp_async_wait<N_STAGES - 2>();
                 __syncthreads();
-                if (next < high) ask(next, next_slot, 0);
+                const int32_t asked = next();
+                if (asked >= 0) ask(asked, next_slot, 0);
                 cp_async_commit();
             }
             const uint8_t* const k = shared + slot * stage_bytes;
@@ -333,8 +356,10 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
                 state, query_tables[team], tables[warp], exchanges[team * 2 + turn], offsets, lane,
                 k + head * K_HEAD, k + STEP * pitch_k + head * V_HEAD, team, member, key, place.keys,
                 softcap, [&]() {
-                    if (COPY == COPY_BULK && warp == 0 && next < high)
-                        ask(next, next_slot, slot == 0 ? parity : parity ^ 1);
+                    if (COPY == COPY_BULK && warp == 0) {
+                        const int32_t asked = next();
+                        if (asked >= 0) ask(asked, next_slot, slot == 0 ? parity : parity ^ 1);
+                    }
                 });
             turn ^= 1;
             if constexpr (COPY == COPY_BULK) {
