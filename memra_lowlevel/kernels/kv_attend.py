@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .. import expect
-from ..errors import ArgumentError, FormatUnsupported
+from ..errors import ArgumentError, ClosedError, FormatUnsupported
 from ..formats import Q5_1, Q8_0, Format
 from ..runtime.memory import Buffer
 from ..runtime.stream import expect_stream
@@ -212,12 +212,19 @@ def attend(
         softcap=softcap, lse=lse, counted=n_rows if counted else 0, table=table,
         programmatic=programmatic,
     )  # fmt: skip
-    if choice.kernel == "mma":
-        kv_attend_mma.attend(stream, call)
-    elif choice.kernel == "f16":
-        kv_attend_f16.attend(stream, call)
-    else:
-        kv_attend_simt.attend(stream, plan, call)
+    try:
+        if choice.kernel == "mma":
+            kv_attend_mma.attend(stream, call)
+        elif choice.kernel == "f16":
+            kv_attend_f16.attend(stream, call)
+        else:
+            kv_attend_simt.attend(stream, plan, call)
+    except ClosedError:
+        # The launch asks for it anyway; here only its name is missing, for kernels have their own.
+        for name, value in zip(call._fields, call, strict=True):
+            if type(value) is Buffer:
+                value._check_open(f"attend: {name}")
+        raise
 
 
 @dataclass(frozen=True)
@@ -422,7 +429,7 @@ def _check_buffers(
         if buffer.dtype is not dtype and buffer.dtype != dtype:
             raise _refused(name, f"of {dtype}", str(buffer.dtype))
         if buffer.closed:
-            buffer._check_open()
+            buffer._check_open(f"attend: {name}")
         if buffer.storage.context is not context:
             raise _refused(name, f"a buffer of {context}", f"one of {buffer.storage.context}")
 

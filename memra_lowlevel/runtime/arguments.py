@@ -274,7 +274,7 @@ def _pointer(kernel: str, index: int, p: Param) -> tuple[str, Convert]:
             arg = inner
         storage = arg._storage
         if arg._closed or not storage.open:
-            arg._check_open()
+            arg._check_open(f"{kernel}: argument {index} ({p.ctype} {p.name})")
         if storage.context is not context:
             pinned = isinstance(arg, PinnedBuffer)
             if not (pinned and storage.context.driver is context.driver):

@@ -169,11 +169,13 @@ class MemoryView(native.View, Closing):
             if self._root:
                 self._storage.close()
 
-    def _check_open(self) -> None:
+    def _check_open(self, given_as: str = "") -> None:
+        """Refuse a closed one; ``given_as`` names the parameter that it was given for."""
         if self._closed or not self._storage.open:
             raise ClosedError(
-                f"{self._what} {self.name!r} (made at {self._storage.where or '?'}) is closed: "
-                f"used at {caller()}. Keep it open for as long as it is used."
+                f"{given_as}{': ' if given_as else ''}{self._what} {self.name!r} (made at "
+                f"{self._storage.where or '?'}) is closed: used at {caller()}. Keep it open for as "
+                "long as it is used."
             )
 
     def _slice(

@@ -499,7 +499,7 @@ def test_what_a_first_launch_does_not_take_is_checked_before_it(stream, kernel, 
         elsewhere = other.stream(name="elsewhere")
         bad = [
             (whole.view(0, whole.shape, np.int32), errors.ArgumentError, f"{name} must be of"),
-            (closed, errors.ClosedError, "closed"),
+            (closed, errors.ClosedError, f"attend: {name}: buffer '.*' .*is closed"),
             (other.zeros(whole.shape, whole.dtype, elsewhere), errors.ArgumentError,
              f"{name} must be a buffer of {stream.context}, got one of host:1"),
         ]  # fmt: skip
@@ -515,6 +515,38 @@ def test_what_a_first_launch_does_not_take_is_checked_before_it(stream, kernel, 
     call()
     assert np.isfinite(good["out"].to_numpy(stream)).all()
     assert not planes.tickets.to_numpy(stream).any()
+
+
+@pytest.mark.parametrize("kernel", ["simt", "mma", "f16"])
+def test_a_closed_buffer_is_refused_by_the_name_of_its_parameter(stream, kernel):
+    planes, rng = filled(stream, 4, 64, 50)
+    planes.set_len(40)
+    space = planes.poisoned(1 << 20)
+    good = {
+        "q": planes.upload(normal(rng, 1, 4, 64)), "k_plane": planes.k, "v_plane": planes.v,
+        "len_d": planes.len_d, "base_d": planes.upload(np.zeros(1, np.int32)),
+        "workspace": space.view(0, (1 << 18,), np.float32),
+        "out": planes.poisoned(4 * 64 * 4).view(0, (1, 4, 64), np.float32),
+    }  # fmt: skip
+
+    def call(**given):
+        kv_attend.attend(
+            stream, k_format=Q8_0, v_format=Q5_1, rows=50, n_kv_heads=4, head_dim=64,
+            kernel=kernel, **{**good, **given},
+        )  # fmt: skip
+
+    launched = stream.device.driver.counts().get("cuLaunchKernel", 0)
+    for name, whole in good.items():
+        closed = whole.view(0, whole.shape, whole.dtype)
+        closed.close()
+        with pytest.raises(errors.ClosedError) as caught:
+            call(**{name: closed})
+        assert str(caught.value).startswith(f"attend: {name}: buffer {whole.name!r}")
+        assert "test_kv_attend.py" in str(caught.value).partition("used at ")[2]
+    assert stream.device.driver.counts().get("cuLaunchKernel", 0) == launched
+    assert (space.to_numpy(stream) == 0xFF).all() and planes.len_d.to_numpy(stream) == 40
+    call()
+    assert np.isfinite(good["out"].to_numpy(stream)).all()
 
 
 def test_extents_that_no_launch_has(stream):
