@@ -247,6 +247,13 @@ def tell(key: str, answer: Answer, table: str) -> None:
         print(table, flush=True)
 
 
+def seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no time; give seconds above 0")
+    return value
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default=",".join(SECTIONS), help="comma-separated sections")
@@ -254,7 +261,7 @@ def main() -> int:
     parser.add_argument("--bench", action="store_true", help="only the section bench")
     parser.add_argument("--groups", default="", help="groups of the benchmark (default: all)")
     parser.add_argument("--device", default="cuda:0", help="where the section bench measures")
-    parser.add_argument("--budget-s", type=float, default=480.0)
+    parser.add_argument("--budget-s", type=seconds, default=480.0)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--name", default="gpu-check", help="the files are <date>-<name>*.json")
     parser.add_argument("--fresh", action="store_true", help="forget what an earlier call did")

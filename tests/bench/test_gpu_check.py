@@ -111,3 +111,11 @@ def test_a_benchmark_that_fails_is_told(monkeypatch, tmp_path):
     monkeypatch.setattr(subprocess, "run", run)
     answer = gpu_check.bench(["launch"], "cuda:0", tmp_path / "now.json", 60.0)
     assert not answer["ok"] and "why" in answer["failures"][0]
+
+
+@pytest.mark.parametrize("budget", ["-3", "0", "nan", "inf"])
+def test_a_budget_is_a_time(monkeypatch, capsys, budget):
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--budget-s", budget])
+    with pytest.raises(SystemExit) as caught:
+        gpu_check.main()
+    assert caught.value.code == 2 and f"{budget} is no time" in capsys.readouterr().err
