@@ -6,6 +6,7 @@ the same assertions on both. ``MEMRA_TEST_SCALE=10`` lengthens walks and propert
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +64,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    # Modules and collected tests live to the end. Tests that look for what was left behind collect
+    # garbage; without this each would walk over a million objects that are none.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
