@@ -7,6 +7,7 @@ device runs the one for older GPUs; barriers of the other can only be judged on 
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,7 @@ NEVER_CALLED = {"kv/attend_mma.cu": {"attend_walk.cuh"}}
 """Headers whose barriers a source brings along and never runs: another source answers for them."""
 
 
+@functools.cache
 def mutations(source):
     never = NEVER_CALLED.get(source, set())
     every = (m for m in mutate.mutations(ROOT / source) if runs_on_the_host(m))
