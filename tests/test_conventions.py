@@ -88,16 +88,16 @@ def test_import_is_light_and_makes_no_cuda_call(tmp_path):
     # An installed package has its bytecode; a checkout under PYTHONDONTWRITEBYTECODE has none.
     environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    runs = [
-        subprocess.run(
-            [sys.executable, "-c", code], check=True, capture_output=True, env=environment
-        ).stdout.split()
-        for _ in range(6)
-    ]
-    package, device = (min(map(float, times)) for times in zip(*runs, strict=True))
-    assert package < 0.1
+    package = device = float("inf")
     # NumPy takes 0.1 s on one machine and 0.25 s on another; the promise of 0.3 s leaves us this.
-    assert device < 0.15
+    for _ in range(6):
+        run = subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, env=environment
+        )
+        package, device = map(min, (package, device), map(float, run.stdout.split()))
+        if package < 0.1 and device < 0.15:
+            return
+    pytest.fail(f"the package takes {package:.3f} s, a Device {device:.3f} s more")
 
 
 def test_the_product_speaks_of_itself_alone():
