@@ -103,7 +103,7 @@ FAULTS = (
     Fault(
         "joined-too-soon", "the first block joins the chunks, not the last",
         "cuda_src/kv/attend.cu",
-        "== uint32_t(busy - 1);", "== 0u;",
+        "kv_head, last) == last;", "kv_head, last) == 0u;",
         ("tests/kernels/test_kv_attend.py::test_one_launch_equals_two",),
     ),
     Fault(
@@ -402,6 +402,33 @@ FAULTS = (
         "min(rows, call.window or rows)", "rows",
         ("tests/kernels/test_kv_attend_mma.py::"
          "test_a_window_over_a_long_plane_is_launched_like_a_short_plane",), True,
+    ),
+    Fault(
+        "asleep", "a sample is taken by a device that a rest has put to sleep",
+        "memra_lowlevel/bench/clock.py",
+        "                time.sleep(_REST * 2 * ms / 1e3)\n                replay()\n",
+        "                time.sleep(_REST * 2 * ms / 1e3)\n",
+        ("tests/bench/test_steady.py::test_the_replay_that_wakes_a_rested_device_does_not_count",),
+        True,
+    ),
+    Fault(
+        "disturbed-ceiling", "the last turn of a ceiling counts, whatever disturbed it",
+        "memra_lowlevel/bench/ceilings.py",
+        "best = min(turns, key=median)", "best = turns[-1]",
+        ("tests/bench/test_command.py::test_of_each_ceiling_the_fastest_turn_counts",), True,
+    ),
+    Fault(
+        "next-chunk-mistaken", "of chunks of one step the next one but one is asked for too early",
+        "cuda_src/kv/attend_mma.cu",
+        "if (behind >= chunk) number += gridDim.x, behind -= chunk;", "",
+        ("tests/kernels/test_kv_attend_mma.py::test_a_block_asks_for_its_chunks_in_their_order",),
+    ),
+    Fault(
+        "blocks-of-few-everywhere", "blocks take few queries where the device has no room for them",
+        "memra_lowlevel/kernels/kv_attend_simt.py",
+        "if kind != \"host\" and in_few <= _RESIDENT * n_sms:", "if kind != \"host\":",
+        ("tests/kernels/test_kv_attend.py::"
+         "test_blocks_take_few_queries_where_the_device_has_room_for_them",), True,
     ),
     Fault(
         "no-rest", "a device at its power limit is measured", "memra_lowlevel/bench/clock.py",

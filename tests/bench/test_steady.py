@@ -59,17 +59,17 @@ def timed(ms_per_call, n_calls=48, measure=graph_us, **options):
 
 
 def test_a_steady_device_is_asked_once(slept):
-    samples, device = timed([0.1] * 100, n_samples=8)
-    assert samples == pytest.approx([100.0] * 8) and device.n_replays == 2 + 8 + 3
+    samples, device = timed([0.02] * 100, n_samples=8)
+    assert samples == pytest.approx([20.0] * 8) and device.n_replays == 2 + 8 + 3
 
 
 def test_what_disturbs_it_passes(slept):
-    samples, _ = timed([0.1] * 2 + [0.1, 0.2] * 3 + [0.1] * 100, n_samples=8)
+    samples, _ = timed([0.01] * 2 + [0.01, 0.02] * 3 + [0.01] * 100, n_samples=8)
     assert len(samples) == 16 and spread(samples) <= 0.01
 
 
 def test_a_device_that_never_settles_is_asked_four_times(slept):
-    samples, device = timed([0.1, 0.1, 0.2, 0.2] * 50, n_samples=8)
+    samples, device = timed([0.01, 0.01, 0.02, 0.02] * 50, n_samples=8)
     assert len(samples) == 32 and spread(samples) > 0.01 and device.n_replays == 2 + 4 * 11
 
 
@@ -91,7 +91,17 @@ def test_a_sample_is_long_enough_and_no_longer(slept, us, n_calls, together):
 
 def test_a_device_rests_three_times_as_long_as_it_worked(slept):
     timed([0.05] * 100, n_samples=8)
-    assert slept == pytest.approx([3 * 48 * 0.05e-3] * 11)
+    assert slept == pytest.approx([3 * 2 * 48 * 0.05e-3] * 8)
+
+
+def test_the_replay_that_wakes_a_rested_device_does_not_count(slept):
+    samples, device = timed([0.05] * 5 + [0.09, 0.05] * 50, n_samples=8)
+    assert samples == pytest.approx([50.0] * 8) and device.n_replays == 2 + 3 + 2 * 8
+
+
+def test_short_calls_get_no_rest(slept):
+    timed([0.039] * 100, n_samples=8)
+    assert not slept
 
 
 def test_without_rest_only_the_second_half_counts(slept):
@@ -129,7 +139,7 @@ class FakeTorch:
 
 
 def test_another_library_is_timed_like_ours(slept):
-    """As many calls in a sample, as many samples, and as much rest."""
+    """As many calls in a sample, as many samples, as much rest, and woken alike."""
     torch, rows = FakeTorch(), []
     run = SimpleNamespace(
         group="attend", add=rows.append, ceilings=SimpleNamespace(read_us=lambda n: 1.0)
@@ -141,4 +151,4 @@ def test_another_library_is_timed_like_ours(slept):
     ours, device = timed([0.1] * 100, 1, n_samples=15)
     assert row.samples == pytest.approx(ours) and theirs == pytest.approx(slept)
     assert [graph.n_calls for graph in torch.graphs] == device.captured == [1, 40]
-    assert [graph.n_replays for graph in torch.graphs] == [2, 18]
+    assert [graph.n_replays for graph in torch.graphs] == [2, 3 + 2 * 15]

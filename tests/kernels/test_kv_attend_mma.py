@@ -1,5 +1,7 @@
 """Attention on tensor cores: against float64, and bit for bit between ways to compute the same."""
 
+import dataclasses
+
 import attend_bits
 import numpy as np
 import pytest
@@ -431,3 +433,29 @@ def test_a_workspace_of_the_other_kernel_is_too_small(stream):
             k_format=Q8_0, v_format=Q5_1, rows=1000, n_kv_heads=2, head_dim=128,
             workspace=planes.poisoned(small), **MMA,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(("head_dim", "parts"), [(64, 16), (64, 5), (128, 16), (256, 8)])
+def test_a_block_asks_for_its_chunks_in_their_order(stream, monkeypatch, head_dim, parts):
+    """One block, two, or as many as fit: chunks of one step and of several, rounds of two sizes."""
+    monkeypatch.setattr(kv_attend_mma, "n_parts", lambda head_dim, n_kv_heads: parts)
+    planes, rng = filled(stream, head_dim, 500, ring=True)
+    q = normal(rng, 5, 2 * planes.n_kv_heads, head_dim)
+    n_blocks, of = [0], kv_attend_mma._config
+
+    def config(*args):
+        found = of(*args)
+        return dataclasses.replace(found, grid=(n_blocks[0] or found.grid[0], *found.grid[1:]))
+
+    monkeypatch.setattr(kv_attend_mma, "_config", config)
+    edge = (parts - 1) * kv_attend_mma.STEP  # from here on chunks are longer
+    for base, length, window in ((0, edge - 3, 0), (0, 490, 0), (7, 470, 300), (0, 20, 0)):
+        if length + 5 > 500:
+            continue
+        planes.set_len(length, base=base)
+        results = []
+        for n_blocks[0] in (0, 1, 2):
+            results.append(planes.attend(q, window=window or None, **MMA))
+        assert same(*results[:2]) and same(*results[1:])
+        wanted = reference(planes, q, length, base=base, window=window or None)[0]
+        assert error(results[0], wanted) <= BOUND
