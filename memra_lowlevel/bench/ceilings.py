@@ -97,7 +97,7 @@ def _between(table: dict[int, float], n_bytes: int) -> float:
 def measure(run: Run) -> Ceilings:
     """Time empty nodes, pure reads and copies; the rows go to ``run`` under ``ceilings``.
 
-    Up to 32 MiB each is measured in three turns, seconds apart, of which the fastest counts.
+    Up to 32 MiB each is measured in three turns, of which the fastest counts.
     Below half a MiB the sets that are rotated over fit in the L2: there the start of a kernel is
     the time, not the memory.
     """

@@ -491,7 +491,7 @@ class _Cut:
             # A block takes its rows one after the other: where multiprocessors have nothing to do,
             # other blocks read the same weights for some of them.
             most = device.limits.n_sms * max(1, _BUSY_THREADS // threads)
-            self.group = min(self.group, -(-n_rows // max(1, most // blocks)))
+            self.group = max(1, min(self.group, -(-n_rows // max(1, most // blocks))))
         self.config = LaunchConfig(
             (blocks, -(-n_rows // self.group), 1),
             (threads, 1, 1),

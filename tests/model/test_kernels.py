@@ -548,6 +548,10 @@ def test_rows_go_to_more_blocks_where_multiprocessors_have_nothing_to_do():
             assert cut.config.shared_bytes // cut.group == cuts[1].config.shared_bytes
         return [cut.group for cut in cuts.values()]
 
+    # No row is refused by the launch, in its words, as on the host device.
+    for device in (gpu, host):
+        none = ops._Cut(device, "add_product", ops.TiledMatrix("f16", 64, 64, None), 0, False)
+        assert none.group == 1 and none.config.grid[1] == 0
     assert groups("qkv_rows", 960, 576) == [1, 1, 2, 4]
     assert groups("add_product", 576, 576) == [1, 1, 1, 4]
     assert groups("gate_up_rows", 1536, 576) == [1, 2, 5, 16]  # there are blocks enough
