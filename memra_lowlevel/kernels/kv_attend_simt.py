@@ -36,7 +36,7 @@ _JOINED_SLOTS = 160
 _FEW = 4
 """Queries that a thread block takes at least."""
 _RESIDENT = 2
-"""Thread blocks of few queries that a multiprocessor mostly holds at once: RESIDENT of the source."""
+"""Thread blocks of few queries that a multiprocessor mostly holds: RESIDENT of the source."""
 
 registry.register(
     KernelSpec(
