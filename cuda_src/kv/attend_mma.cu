@@ -218,12 +218,16 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
         }
         __syncwarp();
     }
+    // Whether a block asks for its next chunk while it works on the present one. Not where it has one team a
+    // head: it mostly has one chunk then. (256 channels leave no registers for it.)
+    constexpr bool BEYOND = Q == 8 && D <= 128 && HEADS == 256 / D;
     // Brings STEP keys. Rows that no query sees ask for the nearest one that some does: their keys are masked.
     // With COPY_BULK one warp asks, when all have left the room; with COPY_ASYNC all do.
     const auto ask = [&](int32_t key, int slot, int parity) {
         uint8_t* const k = shared + slot * stage_bytes;
         uint8_t* const v = k + STEP * pitch_k;
-        const int32_t low = place.span.x, last = place.span.y - 1;
+        const int32_t low = BEYOND ? place.span.x : place.keys.x;
+        const int32_t last = (BEYOND ? place.span.y : place.keys.y) - 1;
         if constexpr (COPY == COPY_BULK) {
             mbar_wait(empty + slot, parity ^ 1);
             if (tiled) {
@@ -257,11 +261,8 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
     };
 
     // What comes `key - high` keys behind the present chunk, which ends at `high`, in the chunks of this round
-    // that are the block's: its first tiles are asked for while this one is worked on. -1 behind the last, and
-    // for 256 channels, which leave no registers for it.
-    constexpr bool BEYOND = D <= 128;
+    // that are the block's: its first tiles are asked for while this one is worked on. -1 behind the last.
     const auto beyond = [&](int32_t key) {
-        if constexpr (!BEYOND) return -1;
         const int32_t chunk = place.rows.w, end = (place.rows.z + 1) * chunk;
         int32_t behind = key - end;
         if (behind < 0) return -1;  // the round ends in this chunk
@@ -313,9 +314,11 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
         if (lane == 0) place.rows.z = c, place.keys.x = low, place.keys.y = high;
         __syncwarp();
         for (int i = 0; i < (begins || !BEYOND ? N_STAGES - 1 : 0); i++) {
-            const int wraps = slot + i >= N_STAGES, after = low / STEP * STEP + i * STEP;
-            const int32_t key = after < high ? after : beyond(after);
-            if (key >= 0 && (COPY == COPY_ASYNC || warp == 0))
+            const int wraps = slot + i >= N_STAGES;
+            const int32_t after = low / STEP * STEP + i * STEP;
+            const int32_t key = !BEYOND || after < high ? after : beyond(after);
+            const bool there = BEYOND ? key >= 0 : after < high;
+            if (there && (COPY == COPY_ASYNC || warp == 0))
                 ask(key, slot + i - wraps * N_STAGES, parity ^ wraps);
             if constexpr (COPY == COPY_ASYNC) cp_async_commit();
         }
@@ -334,17 +337,17 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
         const int32_t high = place.keys.y;
 #pragma unroll 1
         for (int32_t key = place.keys.x / STEP * STEP; key < high; key += STEP) {
-            static_assert(N_STAGES == 3, "beyond() looks two chunks ahead");
-            const auto next = [&] {
-                const int32_t after = key + (N_STAGES - 1) * STEP;
-                return after < high ? after : beyond(after);
-            };
+            int32_t next = key + (N_STAGES - 1) * STEP;
             const int next_slot = slot == 0 ? N_STAGES - 1 : slot - 1;
+            static_assert(N_STAGES == 3, "beyond() looks two chunks ahead");
+            const auto has_next = [&] {
+                if constexpr (BEYOND) return (next = next < high ? next : beyond(next)) >= 0;
+                else return next < high;
+            };
             if constexpr (COPY == COPY_ASYNC) {
                 cp_async_wait<N_STAGES - 2>();
                 __syncthreads();
-                const int32_t asked = next();
-                if (asked >= 0) ask(asked, next_slot, 0);
+                if (has_next()) ask(next, next_slot, 0);
                 cp_async_commit();
             }
             const uint8_t* const k = shared + slot * stage_bytes;
@@ -356,10 +359,8 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
                 state, query_tables[team], tables[warp], exchanges[team * 2 + turn], offsets, lane,
                 k + head * K_HEAD, k + STEP * pitch_k + head * V_HEAD, team, member, key, place.keys,
                 softcap, [&]() {
-                    if (COPY == COPY_BULK && warp == 0) {
-                        const int32_t asked = next();
-                        if (asked >= 0) ask(asked, next_slot, slot == 0 ? parity : parity ^ 1);
-                    }
+                    if (COPY == COPY_BULK && warp == 0 && has_next())
+                        ask(next, next_slot, slot == 0 ? parity : parity ^ 1);
                 });
             turn ^= 1;
             if constexpr (COPY == COPY_BULK) {
