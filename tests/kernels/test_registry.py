@@ -8,6 +8,7 @@ import pytest
 
 from memra_lowlevel import errors
 from memra_lowlevel.compile import DEFAULT_ARCHS, compile_file
+from memra_lowlevel.compile.signature import CTYPES
 from memra_lowlevel.formats import BF16, F32
 from memra_lowlevel.kernels import counters, kv_append, kv_attend_f16, kv_attend_mma, registry
 from memra_lowlevel.kernels.registry import KernelSpec, Tolerance
@@ -16,6 +17,7 @@ KV = (
     "add_counters", "append_few", "append_heads", "append_kv", "attend_combine", "attend_partial",
     "move_rows", "set_counters",
 )  # fmt: skip
+TENSOR_MAP_BYTES = 128
 
 
 def test_every_spec_is_complete():
@@ -41,6 +43,21 @@ def test_every_instance_compiles_and_hot_kernels_do_not_spill(arch):
             assert used.registers > 0
             if s.hot:
                 assert (used.spills_bytes, used.local_bytes) == (0, 0), (expression, used)
+
+
+def test_templates_agree_with_their_signatures():
+    """Every parameter of every hot instance has a name, and the size that the compiler gave it."""
+    hot = [s for s in registry.all_specs() if s.hot]  # as those of the record, which the cache has
+    n_checked = 0
+    for image in registry.images("sm_90", hot).values():
+        for name, symbol in image.entries.items():
+            declared, layout = image.signatures[name].params, image.layouts[symbol]
+            assert len(declared) == len(layout), name
+            for p, (_, size) in zip(declared, layout, strict=True):
+                by_value = TENSOR_MAP_BYTES if p.ctype == "TensorMap" else None
+                assert p.name and size == (8 if p.pointer else by_value or CTYPES[p.ctype][0]), p
+                n_checked += 1
+    assert n_checked > 1500
 
 
 ON_RECORD = ("sm_80", "sm_90")
