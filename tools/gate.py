@@ -160,7 +160,7 @@ FAULTS = (
         "workspace-of-many", "a workspace forgets that few channels make more chunks",
         "memra_lowlevel/kernels/kv_attend.py",
         "few = 2 if n_heads", "few = 1 if n_heads",
-        ("tests/kernels/test_kv_attend.py::test_a_workspace_that_names_no_kernel_is_enough_for_all",),
+        ("tests/kernels/test_kv_attend_plan.py::test_a_workspace_that_names_no_kernel_is_enough_for_all",),
     ),
     Fault(
         "rounds-mixed", "rows whose chunks differ are taken together",
@@ -427,7 +427,7 @@ FAULTS = (
         "blocks-of-few-everywhere", "blocks take few queries where the device has no room for them",
         "memra_lowlevel/kernels/kv_attend_simt.py",
         "if kind != \"host\" and in_few <= _RESIDENT * n_sms:", "if kind != \"host\":",
-        ("tests/kernels/test_kv_attend.py::"
+        ("tests/kernels/test_kv_attend_plan.py::"
          "test_blocks_take_few_queries_where_the_device_has_room_for_them",), True,
     ),
     Fault(

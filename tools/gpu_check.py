@@ -39,6 +39,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from words import seconds
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 SECTIONS = ["parity", "graphs", "legality", "sanitize", "bench"]
@@ -245,13 +247,6 @@ def tell(key: str, answer: Answer, table: str) -> None:
         print(f"    {NO_COMPILER}, not run: {', '.join(answer['without_nvrtc'])}", flush=True)
     if table:
         print(table, flush=True)
-
-
-def seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no time; give seconds above 0")
-    return value
 
 
 def main() -> int:

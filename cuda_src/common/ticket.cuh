@@ -4,7 +4,7 @@
 
 // Takes a number; behind `last` the count begins anew at 0. One thread of a block does it, between two barriers:
 // what the blocks with lower numbers wrote before the first, all threads can read behind the second. One
-// operation that releases and acquires takes half the time of two full fences around it.
+// operation that releases and acquires stands for a full fence on either side.
 __device__ __forceinline__ uint32_t take_ticket(uint32_t* next, uint32_t last) {
 #if MEMRA_CUDA
     uint32_t number;

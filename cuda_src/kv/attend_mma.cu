@@ -218,10 +218,11 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
         }
         __syncwarp();
     }
-    // Whether a block asks for its next chunk while it works on the present one. Not where it has one team a
-    // head: it mostly has one chunk then. (256 channels leave no registers for it.)
+    // Whether a block asks for its next chunk while it works on the present one: in instances for several
+    // teams a head, which have as few heads as a bulk copy takes. With one team a block mostly has one chunk,
+    // and 256 channels leave no registers for it.
     constexpr bool BEYOND = Q == 8 && D <= 128 && HEADS == 256 / D;
-    // Brings STEP keys. Rows that no query sees ask for the nearest one that some does: their keys are masked.
+    // Brings STEP keys. Rows outside the chunk, or the round, ask for the nearest one inside: their keys are masked.
     // With COPY_BULK one warp asks, when all have left the room; with COPY_ASYNC all do.
     const auto ask = [&](int32_t key, int slot, int parity) {
         uint8_t* const k = shared + slot * stage_bytes;

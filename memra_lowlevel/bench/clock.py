@@ -92,8 +92,8 @@ def rested_us(replay: Callable[[], float], n_calls: int, n_samples: int) -> list
     at each hour. So where a call takes 40 µs and more, the device rests before each sample, three
     times as long as it worked for the last one; then a replay that does not count wakes it, and the
     sample is taken at full clocks. What a device does that gets no rest is told by
-    :func:`sustained_us`. Shorter calls take their samples without rest: after one they are slower
-    by 1 or 2 %, and vary by as much as 5.
+    :func:`sustained_us`. Shorter calls take their samples without rest: a device that has
+    just rested is slower for a moment, and not always by as much.
 
     Parameters
     ----------

@@ -23,7 +23,7 @@ from .arguments import Encoder
 from .config import ConfigLike, LaunchConfig, check_limits, config_of, dim3, occupancy
 from .device import Device
 from .memory import Buffer
-from .storage import Storage
+from .storage import Storage, note_use
 from .stream import Stream, expect_stream
 
 if TYPE_CHECKING:
@@ -363,16 +363,9 @@ class _Site:
                 kernel.handle, self.grid, self.block, shared, stream.handle, params,
                 self.attributes,
             )  # fmt: skip
-        recording = stream.recording
-        for storage in storages:
-            storage.streams.add(stream)
-            if recording is not None:
-                recording.keeps.add(storage)
-        if recording is not None:
-            recording.keeps.add_kernel(kernel)
-            recording.tick(stream)
-        else:
-            native.note_issued(stream.cell)
+        if stream.recording is not None:
+            stream.recording.keeps.add_kernel(kernel)
+        note_use(stream, *storages)
 
 
 def driver_error(
