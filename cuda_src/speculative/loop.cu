@@ -21,6 +21,7 @@ enum { GOES_ON = 0, ENOUGH = 1, ENDED = 2, NO_ROOM = 3, BAD_TOKEN = 4 };
 //   argmax_d       int32 [k + 1]: the target's token behind the pending one and behind each draft
 //   target, draft  int32 [n_target], [n_draft]: counters of the planes. The target's are as before the
 //                  round; the draft's moved by k, and by one more if the round began with a lag.
+//   followed       whether the target's pass wrote the draft's rows too: then the draft never lags
 //   end_tokens     int32 [n_end] that end the text
 //   tokens         int32 [N_WANTED + k]: what is committed
 //   accepted       int32 [N_WANTED]: by round
@@ -34,7 +35,7 @@ KERNEL void round_advance(int32_t* __restrict__ io, int32_t* __restrict__ draft_
                           int32_t* __restrict__ draft, int32_t n_draft,
                           const int32_t* __restrict__ end_tokens, int32_t n_end,
                           int32_t* __restrict__ tokens, int32_t* __restrict__ accepted, int32_t k,
-                          int32_t n_vocab, uint64_t goes_on, uint64_t lags) {
+                          int32_t n_vocab, int32_t followed, uint64_t goes_on, uint64_t lags) {
     __shared__ int32_t move_target, move_draft;
     if (threadIdx.x == 0) {
         int32_t n = 0;  // drafts that were right
@@ -54,9 +55,9 @@ KERNEL void round_advance(int32_t* __restrict__ io, int32_t* __restrict__ draft_
                     if (token == end_tokens[e]) reason = ENDED;
             }
             const int32_t position = state[POSITION] + n + 1;
-            const bool lag = n == k;
+            const bool lag = n == k && !followed;
             move_target = n + 1;
-            move_draft = min(k, n + 1) - k;
+            move_draft = (lag ? k : n + 1) - k;
             accepted[state[N_ROUNDS]] = n;
             state[N_TOKENS] = before + n + 1;
             state[N_ROUNDS] += 1;

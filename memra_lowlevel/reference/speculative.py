@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["chain_advance", "round_advance"]
+__all__ = ["chain_advance", "keep_hidden", "round_advance", "take_hidden"]
 
 
 def chain_advance(
@@ -37,7 +37,14 @@ def chain_advance(
 
 
 def round_advance(
-    io: Any, drafts: Any, argmax: Any, state: Any, ends: Any, k: int, n_vocab: int
+    io: Any,
+    drafts: Any,
+    argmax: Any,
+    state: Any,
+    ends: Any,
+    k: int,
+    n_vocab: int,
+    followed: bool = False,
 ) -> dict[str, Any]:
     """Return what a round of k drafts commits and leaves; arguments as of the kernel."""
     io, drafts = [int(x) for x in io], [int(x) for x in drafts]
@@ -59,8 +66,9 @@ def round_advance(
         reason = 1
     if set(new) & {int(e) for e in ends}:
         reason = 2
-    feed = [drafts[k], new[-1]] if right == k else [new[-1]]
-    first = position - 1 if right == k else position
+    lag = right == k and not followed
+    feed = [drafts[k], new[-1]] if lag else [new[-1]]
+    first = position - 1 if lag else position
     io[:6] = feed[0], first, 0, len(feed), io[4], feed[0]
     io[6] = new[-1]
     drafts[0] = new[-1]
@@ -68,5 +76,28 @@ def round_advance(
         "io": io, "drafts": drafts,
         "state": [n_tokens + len(new), wanted, rounds + 1, position, target_end, draft_end, reason],
         "tokens": new, "accepted": [right], "target": right + 1,
-        "draft": min(k, right + 1) - k, "goes_on": int(reason == 0), "lags": int(right == k),
+        "draft": (k if lag else right + 1) - k, "goes_on": int(reason == 0), "lags": int(lag),
     }  # fmt: skip
+
+
+def keep_hidden(
+    h: Any, kept: Any, position: int, eps: float, io: Any = None
+) -> NDArray[np.float64]:
+    """Return what is kept after rows ``h`` at ``position`` and on; ``kept`` stays as it is."""
+    out = np.array(kept, np.float64)
+    if io is not None and int(io[2]) + 1 < int(io[3]):
+        return out
+    for r, row in enumerate(np.asarray(h, np.float64)):
+        if 1 <= position + 1 + r < len(out):
+            out[position + 1 + r] = row / np.sqrt(np.mean(row * row) + eps)
+    return out
+
+
+def take_hidden(kept: Any, position: int, n_rows: int) -> NDArray[Any]:
+    """Return the rows before positions ``position`` and on; NaN outside what is kept."""
+    kept = np.asarray(kept)
+    out = np.full((n_rows, kept.shape[1]), np.nan, kept.dtype)
+    for r in range(n_rows):
+        if 0 <= position + r < len(kept):
+            out[r] = kept[position + r]
+    return out

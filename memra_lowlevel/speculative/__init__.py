@@ -3,6 +3,7 @@
 from .accept import Rewind, accept_greedy, rewind_amounts
 from .chain import DraftChain
 from .drafters import LayerRange, NgramDrafter, early_exit_chain
+from .hidden import HiddenRows
 from .io import ChainIo
 from .loop import DeviceLoop, LoopResult
 from .ngram import NgramIndex
@@ -17,6 +18,7 @@ __all__ = [
     "DeviceLoop",
     "DraftChain",
     "Drafter",
+    "HiddenRows",
     "LayerRange",
     "LoopResult",
     "NgramDrafter",

@@ -40,6 +40,8 @@ class DraftChain(Closing):
     exec : GraphExec
         The captured step.
     k_max : int
+    followed : bool
+        Whether the target's passes write the rows of these planes too.
     step : callable
         ``step(stream)`` launches the work of one step, without booking that the counters move.
     sections : callable or None
@@ -56,10 +58,11 @@ class DraftChain(Closing):
         step: Body,
         fill: Fill | None,
         p_min: float | None,
+        followed: bool,
         name: str,
     ):
         self.io, self.planes, self.exec, self.k_max = io, planes, exec_, k_max
-        self.name, self.p_min = name, p_min
+        self.name, self.p_min, self.followed = name, p_min, followed
         self.sections: Any = None
         self.step, self._fill = step, fill
 
@@ -75,6 +78,7 @@ class DraftChain(Closing):
         fill: Fill | None = None,
         p_min: float | None = None,
         token_map: Buffer | None = None,
+        followed: bool = False,
         warmups: int = 1,
         name: str = "draft",
     ) -> DraftChain:
@@ -101,6 +105,10 @@ class DraftChain(Closing):
         token_map : Buffer, optional
             i32[n]: the target's token for each of the n tokens that the draft's output layer
             knows; for a draft whose vocabulary is a part of the target's.
+        followed : bool
+            Each pass of the target also writes these planes' rows of its tokens, at the target's
+            positions, as it does for a head that reads its hidden states. Then a round whose
+            drafts were all right leaves no lag. The planes must be as long as the target's.
         warmups : int
             Steps run before the capture, so that every kernel is loaded. Their rows lie above the
             planes' length and are overwritten; all counters are restored.
@@ -178,7 +186,17 @@ class DraftChain(Closing):
         finally:
             if stream.recording is None:
                 planes.set_len(stream, length)
-        return cls(io, planes, exec_, k_max, step=step, fill=fill, p_min=p_min, name=name)
+        return cls(
+            io,
+            planes,
+            exec_,
+            k_max,
+            step=step,
+            fill=fill,
+            p_min=p_min,
+            followed=followed,
+            name=name,
+        )
 
     # -- the low level: replay and rewind --------------------------------------------------------
     def replay(self, stream: Stream, k: int) -> int:
@@ -264,7 +282,7 @@ class DraftChain(Closing):
             return 0
         feed = committed[have:]
         steps = len(feed) - 1 + k
-        self.planes.prepare(stream, steps)
+        self.planes.prepare(stream, steps + self.followed)
         self.io.begin(stream, feed, have)
         if self.p_min is None:
             self.replay(stream, steps)
@@ -280,8 +298,11 @@ class DraftChain(Closing):
 
     def settle(self, stream: Stream, k: int, accepted: int) -> None:
         """Drop the rows of rejected drafts, after a round of ``k`` drafts."""
-        drop = rewind_amounts(k, accepted).draft
-        self.rewind(stream, self.planes.len - drop)
+        amounts = rewind_amounts(k, accepted)
+        if self.followed and amounts.lag:  # the row of the last token that the target has seen
+            self.planes.advance(stream, 1)
+        else:
+            self.rewind(stream, self.planes.len - amounts.draft)
 
     def cancel(self, stream: Stream, k: int) -> None:
         """Drop all rows of a round of ``k`` drafts; rows of a lag that was fed stay."""
@@ -296,6 +317,20 @@ class DraftChain(Closing):
             "capacity": self.planes.capacity,
             "graph": self.exec.describe(),
         }
+
+    def check_target(self, planes: Planes) -> None:
+        """Refuse to draft for a target whose passes write more rows than these planes can hold.
+
+        Raises
+        ------
+        CapacityExceeded
+            The chain is ``followed``, and its planes are shorter than the target's.
+        """
+        if self.followed and self.planes.capacity < planes.capacity:
+            raise CapacityExceeded(
+                f'DraftChain "{self.name}": its planes of {self.planes.capacity} rows follow a '
+                f"target of {planes.capacity}; allocate them as long as the target's"
+            )
 
     def _check_open(self, call: str) -> None:
         if self.exec.closed:

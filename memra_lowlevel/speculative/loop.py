@@ -81,7 +81,7 @@ class DeviceLoop(Closing):
     MemraError
         ``k`` or ``n_max`` do not fit the chain; a chain with ``p_min``.
     CapacityExceeded
-        No room for one round; nothing was captured.
+        No room for one round, or a followed chain with shorter planes; nothing was captured.
     """
 
     def __init__(
@@ -111,6 +111,7 @@ class DeviceLoop(Closing):
             )
         if chain.io.n_feed_max < 2:
             raise MemraError("DeviceLoop: the io's feed must take 2 known tokens")
+        chain.check_target(target.planes)
         self.target, self.chain, self.k, self.n_max = target, chain, k, n_max
         self.stats = SpecStats()
         device = chain.io.device
@@ -164,7 +165,9 @@ class DeviceLoop(Closing):
         most = n + 2 * k + 1
         self._catch_up(stream, committed, most)
         target_end = planes.len + _room(stream, planes, k + 1, most)
-        draft_end = chain.planes.len + _room(stream, chain.planes, k, most)
+        # Followed, the draft's planes get a row for the last draft too.
+        least = k + chain.followed
+        draft_end = chain.planes.len + _room(stream, chain.planes, least, most) - chain.followed
         self._up.array[:] = (0, n, 0, planes.len, target_end, draft_end, 0)
         self._state.copy_from(stream, self._up)
         self.exec.launch(stream)
@@ -195,7 +198,7 @@ class DeviceLoop(Closing):
         chain, io, k = self.chain, self.chain.io, self.k
         chain.planes.prepare(stream, k + 1)
         graph = Graph(io.device, "device loop")
-        goes_on, lags = graph.condition(1), graph.condition(0)
+        goes_on, lags = graph.condition(1), 0 if chain.followed else graph.condition(0)
         with stream.capture("draft step") as step:
             chain.step(stream)
         with stream.capture("round") as round_:
@@ -206,11 +209,15 @@ class DeviceLoop(Closing):
                 stream, io.block, io.draft_d, self._argmax, self._state,
                 self.target.planes.counters, chain.planes.counters, self._ends, self._tokens,
                 self._accepted, k=k, n_vocab=io.n_vocab, goes_on=goes_on, lags=lags,
+                followed=chain.followed,
             )  # fmt: skip
         body = graph.loop(goes_on)
-        lag = body.branch(lags)
-        lag.child(step)
-        body.child(round_, after=[lag.place])
+        if chain.followed:
+            body.child(round_)
+        else:
+            lag = body.branch(lags)
+            lag.child(step)
+            body.child(round_, after=[lag.place])
         graph.copy(self._down, self._results, after=[body.place])
         exec_ = graph.instantiate()
         for made in (step, round_, graph):
@@ -244,7 +251,8 @@ class DeviceLoop(Closing):
         self.target.planes.moved(stream, position - before)
         # After a round whose drafts were all right the draft lags a row behind.
         draft = self.chain.planes
-        lag = bool(accepted) and accepted[-1] == self.k and reason != 4
+        all_right = bool(accepted) and accepted[-1] == self.k and reason != 4
+        lag = all_right and not self.chain.followed
         draft.moved(stream, position - int(lag) - draft.len)
         for n in accepted:
             self.stats.add(self.k, n)

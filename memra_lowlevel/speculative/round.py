@@ -14,6 +14,7 @@ from ..cache.planes import Planes
 from ..closing import Closing
 from ..errors import CapacityExceeded, ClosedError, MemraError
 from . import accept
+from .chain import DraftChain
 from .io import ChainIo
 from .stats import SpecStats
 
@@ -109,6 +110,13 @@ class SpecRound(Closing):
     tokens : list of int
         All committed tokens.
     stats : SpecStats
+
+    Raises
+    ------
+    MemraError
+        ``k`` does not fit the chain; a target or a chain that is none; a token that is none.
+    CapacityExceeded
+        The chain's planes are followed, and shorter than the target's.
     """
 
     def __init__(
@@ -128,6 +136,8 @@ class SpecRound(Closing):
                 raise expect.refusal(
                     f"SpecRound: {what}", given, f"an object with {', '.join(names)}"
                 )
+        if isinstance(chain, DraftChain):
+            chain.check_target(target.planes)
         k = expect.integer("SpecRound: k", k)
         if not 0 <= k <= chain.k_max:
             raise MemraError(f"SpecRound: k {k} must lie in 0..{chain.k_max}, the chain's k_max")

@@ -53,7 +53,7 @@ def run_round(source, order="random"):
     goes_on, lags = ctypes.c_uint32(7), ctypes.c_uint32(7)  # as the host device has them
     kernel(
         1, 32, 0, io, drafts, argmax, state, target, I32(70), draft, I32(40), np.array([99], I32),
-        I32(1), tokens, accepted, I32(3), I32(50), np.uint64(ctypes.addressof(goes_on)),
+        I32(1), tokens, accepted, I32(3), I32(50), I32(0), np.uint64(ctypes.addressof(goes_on)),
         np.uint64(ctypes.addressof(lags)), order=order,
     )  # fmt: skip
     assert (goes_on.value, lags.value) == (1, 0)

@@ -165,6 +165,11 @@ def loop(text):
         family("cache/test_recur_checked.py").run_round(text, order)
 
 
+def hidden(text):
+    for order in ORDERS:
+        family("speculative/test_hidden.py").run_hidden(text, order)
+
+
 def layer_cache(name):
     def drive(text):
         for order in ORDERS:
@@ -200,6 +205,7 @@ DRIVES = {
     "kv/attend_f16.cu": attend_f16,
     "kv/attend_mma.cu": attend_mma,
     "recur/delta.cu": delta,
+    "speculative/hidden.cu": hidden,
     "speculative/loop.cu": loop,
     **{f"layer_kv/{name}.cu": layer_cache(name) for name in ("exact", "states")},
     **{

@@ -90,6 +90,10 @@ def chain() -> None:
     family("cache/test_recur_checked.py").test_chain_kernel_is_clean()
 
 
+def hidden() -> None:
+    family("speculative/test_hidden.py").run_hidden()
+
+
 def latent(name: str) -> None:
     family("latent/test_latent_checked.py").DRIVES[name](ROOT / "latent" / name, ("random",))
 
@@ -110,6 +114,7 @@ DRIVES: dict[str, Callable[[], None]] = {
     "kv/append_heads.cu": append_heads,
     "kv/move.cu": move,
     "speculative/chain.cu": chain,
+    "speculative/hidden.cu": hidden,
     **{f"latent/{n}": functools.partial(latent, n) for n in ("append.cu", "index.cu", "select.cu")},
     **{f"layer_kv/{n}.cu": functools.partial(layer_cache, n) for n in ("exact", "states")},
     **{f"model/{n}.cu": model for n in ("project", "qkv", "embed")},

@@ -201,13 +201,14 @@ def test_the_kernel_equals_its_oracle(device, stream):
         done, position = int(rng.integers(0, 9)), int(rng.integers(20, 40))
         state = np.array([done, 12, 2, position, 46, 45, 0], np.int32)
         ends = np.array([[-1, -1], [4, -1]][rng.random() < 0.3], np.int32)
-        want = oracle(io, drafts, argmax, state, ends, k, 6)
+        followed = bool(rng.random() < 0.5)
+        want = oracle(io, drafts, argmax, state, ends, k, 6, followed)
         up = [device.from_numpy(a, stream) for a in (io, drafts, argmax, state)]
         target, draft = (device.from_numpy(np.full(n_planes, 100, np.int32), stream) for _ in "ab")
         tokens, accepted = (device.from_numpy(np.full(20, -7, np.int32), stream) for _ in "ab")
         kernels.round_advance(
             stream, *up, target, draft, device.from_numpy(ends, stream), tokens, accepted,
-            k=k, n_vocab=6, goes_on=0, lags=0,
+            k=k, n_vocab=6, goes_on=0, lags=0, followed=followed,
         )  # fmt: skip
         got_io, got_drafts, _, got_state = (b.to_numpy(stream) for b in up)
         assert got_io.tolist() == want["io"] and got_drafts.tolist() == want["drafts"], i
@@ -222,8 +223,13 @@ def test_the_kernel_equals_its_oracle(device, stream):
             ("reason", want["state"][6]),
             ("lags", want["lags"]),
             ("none", want["target"] == 1),
+            ("all, followed", want["target"] == k + 1 and followed),
+            ("all, alone", want["target"] == k + 1 and not followed),
         }
+        if want["target"] == k + 1:  # all drafts right: a row behind, or none
+            assert (want["lags"], want["draft"]) == ((0, 1) if followed else (1, 0))
     assert seen >= {*(("reason", r) for r in range(5)), ("lags", 1), ("lags", 0), ("none", True)}
+    assert seen >= {("all, followed", True), ("all, alone", True)}
     with pytest.raises(ArgumentError):
         kernels.round_advance(
             stream, small, *up[1:], target, draft, small, tokens, accepted,

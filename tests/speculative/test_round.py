@@ -124,10 +124,11 @@ def test_forced_acceptance(rig, monkeypatch, force):
 
 
 def test_probability_floor(rig):
-    got, rounds = rig.speculate(PROMPT, N, layers=2, p_min=0.05)
+    got, rounds = rig.speculate(PROMPT, N, layers=2, p_min=0.0057)
     assert got == rig.expected
     full = rig.speculate(PROMPT, N, layers=2)[1]
-    assert rounds.stats.drafted < full.stats.drafted
+    # Some rounds end early, some do not.
+    assert rounds.stats.rounds < rounds.stats.drafted < full.stats.drafted
     assert rounds.stats.accepted > 0
 
 
