@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drafter",
         default="early-exit",
         metavar="NAME",
-        help="early-exit, early-exit:LAYERS, or ngram (default: early-exit)",
+        help="early-exit, early-exit:LAYERS, head (trained), or ngram (default: early-exit)",
     )
     add("--window", type=_positive, metavar="W", help="attend the newest W rows only, in a ring")
     add("--ring-chunk", type=_positive, metavar="C", help="rows of the ring for one append (4096)")
@@ -218,7 +218,7 @@ class _Demo:
     def _speculate(self, prompt: Sequence[int]) -> tuple[_Run, SpecRound]:
         stream, model = self.stream, self.model
         session = self._session("target", max(self.rows, self.k + 1), ring=self.ring)
-        drafter = self._drafter(prompt)
+        drafter = self._drafter(session)
         with self.meter("prime"):
             session.prime(stream, prompt[:-1])
             if isinstance(drafter, DraftChain) and len(prompt) > 1:
@@ -265,10 +265,18 @@ class _Demo:
         workspace = self.model.workspace(rows)
         return self.smollm2.Session(self.model, planes, workspace)
 
-    def _drafter(self, prompt: Sequence[int]) -> DraftChain | NgramDrafter:
+    def _drafter(self, session: Any) -> DraftChain | NgramDrafter:
         config, stream, model = self.model.config, self.stream, self.model
         if self.kind == "ngram":
             return NgramDrafter(self.device, self.k, config.n_vocab)
+        if self.kind == "head":
+            head = self.smollm2.DraftHead.load(model, stream)
+            with self.meter("capture draft"):
+                drafter = self.smollm2.HeadDrafter(session, head, stream, self.k)
+            self.closers.append(drafter.close)
+            chain: DraftChain = drafter.chain
+            chain.sections = self.meter
+            return chain
         n = _default_exit(config.n_layers) if self.exit_layers is None else self.exit_layers
         if not 1 <= n < config.n_layers:
             raise ModelError(
@@ -367,11 +375,13 @@ def _default_exit(n_layers: int) -> int:
 
 def _parse_drafter(name: str) -> tuple[str, int | None]:
     kind, colon, number = name.partition(":")
-    if kind == "ngram" and not colon:
+    if kind in ("ngram", "head") and not colon:
         return kind, None
     if kind == "early-exit" and (not colon or number.isdigit()):
         return kind, int(number) if colon else None
-    raise MemraError(f"--drafter {name!r} is not known; use early-exit, early-exit:LAYERS or ngram")
+    raise MemraError(
+        f"--drafter {name!r} is not known; use early-exit, early-exit:LAYERS, head or ngram"
+    )
 
 
 def _text(words: str) -> str:

@@ -109,8 +109,26 @@ FAULTS = (
     Fault(
         "lag-forgotten", "a round on the device does not feed the draft what it has not seen",
         "cuda_src/speculative/loop.cu",
-        "const bool lag = n == k;", "const bool lag = false;",
+        "const bool lag = n == k && !followed;", "const bool lag = false;",
         ("tests/speculative/test_loop.py::test_equals_plain_greedy_in_one_launch",), True,
+    ),
+    Fault(
+        "follower-lags", "a draft that the target's passes write for is fed what it has",
+        "cuda_src/speculative/loop.cu",
+        "const bool lag = n == k && !followed;", "const bool lag = n == k;",
+        ("tests/speculative/test_loop.py", "tests/speculative/test_followed.py"),
+    ),
+    Fault(
+        "hidden-one-off", "a hidden state is kept at its own position, not one further",
+        "cuda_src/speculative/hidden.cu",
+        "int64_t(pos_d[0]) + 1 + blockIdx.x", "int64_t(pos_d[0]) + blockIdx.x",
+        ("tests/speculative/test_hidden.py",),
+    ),
+    Fault(
+        "head-not-followed", "what the head guessed along stays in its plane",
+        "examples/smollm2/generate.py",
+        "        self._followed(stream, tokens, n_rows)\n", "",
+        ("tests/model/test_head.py::test_rows_are_those_of_a_prompt_that_was_read_at_once",),
     ),
     Fault(
         "chunks-mixed", "rows whose chunks differ are taken together",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 PRIME_ROWS = 16
 
 
+class Follower(Protocol):
+    """What wants to see each pass of a session."""
+
+    def follow(self, stream: Stream, ws: Workspace, tokens: Buffer, n_rows: int) -> None:
+        """Launch what follows a pass over rows: ``ws.h`` holds their last hidden states."""
+        ...
+
+
 @dataclass
 class Session:
     """A model with the planes of one sequence; what a speculative round calls its target.
@@ -32,11 +40,14 @@ class Session:
     planes : Cache
         All planes of the sequence, which move together.
     ws : Workspace
+    follower : Follower or None
+        Sees each pass before the planes' length moves; a draft head reads hidden states so.
     """
 
     model: Model
     planes: Cache
     ws: Workspace
+    follower: Follower | None = None
 
     @classmethod
     def allocate(
@@ -67,6 +78,7 @@ class Session:
     def forward(self, stream: Stream, tokens: Buffer, n_rows: int, argmax: Buffer) -> None:
         """Launch the model over rows at the planes' length; greedy tokens go to ``argmax``."""
         self.model.forward(stream, self.ws, self.kv_layers, n_rows, tokens=tokens, argmax=argmax)
+        self._followed(stream, tokens, n_rows)
 
     def prime(self, stream: Stream, tokens: Sequence[int]) -> None:
         """Append rows of known tokens, without an output layer; moves the planes' length.
@@ -87,7 +99,12 @@ class Session:
             self.planes.prepare(stream, len(rows))
             self.ws.tok_d.view(0, (len(rows),), np.uint32).copy_from(stream, rows)
             self.model.forward(stream, self.ws, self.kv_layers, len(rows), head=False)
+            self._followed(stream, self.ws.tok_d, len(rows))
             self.planes.advance(stream, len(rows))
+
+    def _followed(self, stream: Stream, tokens: Buffer, n_rows: int) -> None:
+        if self.follower is not None:
+            self.follower.follow(stream, self.ws, tokens, n_rows)
 
     def close(self) -> None:
         """Give planes and activations back; the model stays."""

@@ -77,10 +77,10 @@ class Workspace:
         i32[n_rows_max], greedy token of each row.
     """
 
-    def __init__(self, model: Model, n_rows_max: int):
-        config = model.config
+    def __init__(self, blocks: Blocks, n_rows_max: int):
+        config = blocks.config
         n = self.n_rows_max = n_rows_max
-        n_tiles = model.head.n_tiles
+        n_tiles = blocks.head.n_tiles
         columns = {
             "h": config.width,
             "q": config.q_dim,
@@ -92,7 +92,7 @@ class Workspace:
         }
         n_bytes = sum(4 * n * c + 256 for c in columns.values())
         n_bytes += 4 * n * n_tiles + 256 + 2 * (4 * n + 256)
-        self.arena: Arena = model.device.arena(n_bytes, name="activations")
+        self.arena: Arena = blocks.device.arena(n_bytes, name="activations")
         for name, width in columns.items():
             setattr(self, name, self.arena.take((n * width,), np.float32, name=name))
         self.best_ids = self.arena.take((n * n_tiles,), np.int32, name="best_ids")
@@ -113,18 +113,114 @@ class Workspace:
         self.arena.close()
 
 
-class Model:
+class Blocks:
+    """Llama blocks with an output layer behind them; all it does is launch kernels.
+
+    Attributes
+    ----------
+    device : Device
+    config : Config
+    layers : list of Layer
+    output_norm : Buffer
+        f32[width]
+    head : TiledMatrix
+        [n_vocab, width], the output layer.
+    angles : Buffer
+        f32[n_positions, n_rot / 2, 2]
+    attend_kernel : str or None
+        Kernel of attention, one for all rows since bits differ; None for the library's choice.
+    """
+
+    device: Device
+    config: Config
+    layers: list[Layer]
+    output_norm: Buffer
+    head: TiledMatrix
+    angles: Buffer
+    attend_kernel: str | None
+
+    def workspace(self, n_rows_max: int) -> Workspace:
+        """Activations for up to ``n_rows_max`` rows."""
+        return Workspace(self, n_rows_max)
+
+    def project(
+        self,
+        stream: Stream,
+        ws: Workspace,
+        layer: Layer,
+        plane: KvRows,
+        n_rows: int,
+        positions: Buffer,
+        *,
+        programmatic: bool,
+    ) -> None:
+        """Launch the beginning of a block: queries, and rows of keys and values behind a length."""
+        config, column = self.config, 0
+        for matrix in layer.qkv:
+            ops.qkv_rows(
+                stream, matrix, ws.h, layer.attn_norm, self.angles, positions, ws.q, plane, n_rows,
+                config.norm_eps, head_dim=config.head_dim, q_dim=config.q_dim,
+                kv_dim=config.kv_dim, column=column, programmatic=programmatic or column > 0,
+            )  # fmt: skip
+            column += matrix.n_out
+
+    def run(
+        self,
+        stream: Stream,
+        ws: Workspace,
+        layers: Sequence[Layer],
+        kv_layers: Sequence[KvPlane],
+        n_rows: int,
+        positions: Buffer,
+        *,
+        programmatic: bool,
+    ) -> None:
+        """Launch blocks over the rows in ``ws.h``; a row per input row goes to each plane."""
+        eps, rows_q = self.config.norm_eps, (n_rows, self.config.n_heads, self.config.head_dim)
+        q, attended = (b.view(0, rows_q, np.float32) for b in (ws.q, ws.attended))
+        for layer, plane in zip(layers, kv_layers, strict=False):
+            plane.reserve(stream, n_rows)
+            self.project(stream, ws, layer, plane, n_rows, positions, programmatic=programmatic)
+            plane.attend(stream, q, attended, kernel=self.attend_kernel, programmatic=True)
+            ops.add_product(stream, layer.out, ws.attended, ws.h, n_rows, programmatic=True)
+            ops.gate_up_rows(
+                stream, layer.gate, layer.up, ws.h, layer.ffn_norm, ws.gated, n_rows, eps,
+                programmatic=True,
+            )  # fmt: skip
+            ops.add_product(stream, layer.down, ws.gated, ws.h, n_rows, programmatic=True)
+            programmatic = True  # behind a kernel of this pass, the next one may start early
+
+    def choose(
+        self,
+        stream: Stream,
+        ws: Workspace,
+        n_rows: int,
+        argmax: Buffer,
+        probability: Buffer | None = None,
+        *,
+        programmatic: bool,
+    ) -> None:
+        """Launch the output layer: ``ws.logits``, and the greedy token of each row."""
+        sums = None if probability is None else ws.sums
+        ops.logits_rows(
+            stream, self.head, ws.h, self.output_norm, ws.logits, ws.best, ws.best_ids, n_rows,
+            self.config.norm_eps, sums=sums, programmatic=programmatic,
+        )  # fmt: skip
+        ops.pick_rows(
+            stream, ws.best, ws.best_ids, argmax, n_rows, self.head.n_tiles, sums=sums,
+            probability=probability, programmatic=True,
+        )  # fmt: skip
+
+
+class Model(Blocks):
     """A Llama model whose weights are on a device; see :meth:`load`.
 
     Attributes
     ----------
     name : str
-    config : Config
     tokenizer : Tokenizer
-    device : Device
-    layers : list of Layer
-    attend_kernel : str or None
-        Kernel of attention, one for all rows since bits differ; None for the library's choice.
+    table : TiledMatrix
+        [n_vocab, width], the embedding.
     """
 
     def __init__(
@@ -188,10 +284,6 @@ class Model:
             weights = read_gguf(name)
         return cls(device, stream, weights, max_ctx=max_ctx)
 
-    def workspace(self, n_rows_max: int) -> Workspace:
-        """Activations for up to ``n_rows_max`` rows."""
-        return Workspace(self, n_rows_max)
-
     def forward(
         self,
         stream: Stream,
@@ -232,7 +324,6 @@ class Model:
         probability : Buffer
             f32[≥ n_rows], where probabilities of these go, if given.
         """
-        config, eps = self.config, self.config.norm_eps
         layers = self.layers[first_layer:last_layer]
         if not 1 <= n_rows <= ws.n_rows_max or len(kv_layers) < len(layers):
             raise CapacityExceeded(
@@ -240,39 +331,13 @@ class Model:
                 f"{ws.n_rows_max} rows and {len(kv_layers)} planes were given"
             )
         positions = kv_layers[0].len_d if positions is None else positions
-        rows_q = (n_rows, config.n_heads, config.head_dim)
-        q, attended = (b.view(0, rows_q, np.float32) for b in (ws.q, ws.attended))
-
-        chained = False  # behind a kernel of this pass, the next one may start early
         if first_layer == 0:
             ops.embed_rows(stream, self.table, ws.tok_d if tokens is None else tokens, ws.h, n_rows)
-            chained = True
-        for layer, plane in zip(layers, kv_layers, strict=False):
-            plane.reserve(stream, n_rows)
-            column = 0
-            for matrix in layer.qkv:
-                ops.qkv_rows(
-                    stream, matrix, ws.h, layer.attn_norm, self.angles, positions, ws.q, plane,
-                    n_rows, eps, head_dim=config.head_dim, q_dim=config.q_dim,
-                    kv_dim=config.kv_dim, column=column, programmatic=chained,
-                )  # fmt: skip
-                column, chained = column + matrix.n_out, True
-            plane.attend(stream, q, attended, kernel=self.attend_kernel, programmatic=True)
-            ops.add_product(stream, layer.out, ws.attended, ws.h, n_rows, programmatic=True)
-            ops.gate_up_rows(
-                stream, layer.gate, layer.up, ws.h, layer.ffn_norm, ws.gated, n_rows, eps,
-                programmatic=True,
-            )  # fmt: skip
-            ops.add_product(stream, layer.down, ws.gated, ws.h, n_rows, programmatic=True)
+        self.run(stream, ws, layers, kv_layers, n_rows, positions, programmatic=first_layer == 0)
         if head:
-            sums = None if probability is None else ws.sums
-            ops.logits_rows(
-                stream, self.head, ws.h, self.output_norm, ws.logits, ws.best, ws.best_ids,
-                n_rows, eps, sums=sums, programmatic=chained,
-            )  # fmt: skip
-            ops.pick_rows(
-                stream, ws.best, ws.best_ids, ws.argmax_d if argmax is None else argmax, n_rows,
-                self.head.n_tiles, sums=sums, probability=probability, programmatic=True,
+            self.choose(
+                stream, ws, n_rows, ws.argmax_d if argmax is None else argmax, probability,
+                programmatic=bool(layers) or first_layer == 0,
             )  # fmt: skip
 
 

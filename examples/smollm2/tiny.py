@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .weights import Config, Tensor, Weights, required_shapes
+from .weights import Config, Tensor, Weights, matrix_names, required_shapes
 
 TINY = Config(
     n_layers=4,
@@ -77,6 +77,43 @@ def made_up(name: str, seed: int = 7) -> Weights:
             tensor, format, shape, random_rows(random, shape[:2], format, spread)
         )
     return Weights(name, config, tensors)
+
+
+def made_up_head(
+    config: Config, seed: int = 7, n_known: int | None = None
+) -> tuple[dict[str, Tensor], np.ndarray]:
+    """A draft head that guesses at random, and the tokens that it knows (all if left out).
+
+    Parameters
+    ----------
+    config : Config
+        Of the target.
+    seed : int
+    n_known : int, optional
+
+    Returns
+    -------
+    tensors, tokens
+        As ``DraftHead`` takes them.
+    """
+    random = np.random.default_rng(seed)
+    shapes: dict[str, tuple[int, ...]] = {
+        "features.weight": (config.width, config.width),
+        "output_norm.weight": (config.width,),
+        "blk.0.attn_norm.weight": (config.width,),
+        "blk.0.ffn_norm.weight": (config.width,),
+        **dict(matrix_names(config, 0).values()),
+    }
+    tensors = {}
+    for name, shape in shapes.items():
+        if len(shape) == 1:
+            rows = random.uniform(0.8, 1.2, shape).astype(np.float32)
+            tensors[name] = Tensor(name, "f32", shape, rows)
+        else:
+            rows = random_rows(random, shape[:2], "q8_0", 0.5 / np.sqrt(shape[1]))
+            tensors[name] = Tensor(name, "q8_0", shape, rows)
+    known = random.permutation(config.n_vocab)[: n_known or config.n_vocab]
+    return tensors, np.sort(known).astype(np.int32)
 
 
 def tiny_weights(seed: int = 7) -> Weights:

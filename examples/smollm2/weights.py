@@ -184,6 +184,26 @@ def read_gguf(path: str | Path) -> Weights:
         No such file, not a GGUF file, damaged, or of an unsupported kind.
     """
     path = Path(path)
+    metadata, stored = read_stored(path)
+    config = _config(path, metadata, dict((name, shape) for name, _, shape, _ in stored))
+    tensors = {
+        name: as_tensor(path, name, format_, shape, data) for name, format_, shape, data in stored
+    }
+    _check(path, config, tensors)
+    vocabulary = {k: v for k, v in metadata.items() if k.startswith("tokenizer.")}
+    return Weights(str(metadata.get("general.name", path.stem)), config, tensors, vocabulary)
+
+
+def read_stored(
+    path: Path,
+) -> tuple[dict[str, Any], list[tuple[str, str, tuple[int, ...], Array]]]:
+    """Metadata of a GGUF file, and its tensors: name, format, shape, stored bytes (mapped).
+
+    Raises
+    ------
+    ModelError
+        No such file, or not a readable GGUF file.
+    """
     if not path.is_file():
         raise ModelError(f"{path}: there is no such file. {ALTERNATIVES}")
     check_installed("gguf")
@@ -198,13 +218,7 @@ def read_gguf(path: str | Path) -> Weights:
             f"{path}: not a readable GGUF file; it is damaged, cut short or of another kind "
             f"({type(error).__name__}: {error}). Fetch it again. {ALTERNATIVES}"
         ) from error
-    config = _config(path, metadata, dict((name, shape) for name, _, shape, _ in stored))
-    tensors = {
-        name: _tensor(path, name, format_, shape, data) for name, format_, shape, data in stored
-    }
-    _check(path, config, tensors)
-    vocabulary = {k: v for k, v in metadata.items() if k.startswith("tokenizer.")}
-    return Weights(str(metadata.get("general.name", path.stem)), config, tensors, vocabulary)
+    return metadata, stored
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:
@@ -258,7 +272,8 @@ def _config(path: Path, metadata: dict[str, Any], shapes: dict[str, tuple[int, .
     return config
 
 
-def _tensor(path: Path, name: str, format_: str, shape: tuple[int, ...], data: Array) -> Tensor:
+def as_tensor(path: Path, name: str, format_: str, shape: tuple[int, ...], data: Array) -> Tensor:
+    """A tensor of a file, refused if its format is not supported."""
     supported = TILE_FORMATS if len(shape) == 2 else ("f32",)
     if format_ not in supported:
         raise ModelError(

@@ -51,3 +51,13 @@ def test_windows_on_rings(capsys, device):
     report = demo(capsys, "--device", device, *words)
     assert report["rebases"] >= 3 and report["rebased_and_rejected"] >= 1
     assert 0 < report["plane_bytes"] < report["flat_plane_bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("device", "n"), [("host", 12), pytest.param("cuda:0", 200, marks=pytest.mark.gpu)]
+)
+def test_a_trained_head_guesses_right_and_wrong(capsys, device, n):
+    words = ("--chat", "--prompt", "How do I make bread at home?", "--draft-len", "2")
+    report = demo(capsys, "--device", device, "--drafter", "head", "--tokens", str(n), *words)
+    assert report["tokens_per_target_pass"] > 1.3
