@@ -16,6 +16,7 @@ from ..kernels import model as ops
 from ..speculative import ChainIo, DeviceLoop, SpecRound, early_exit_chain
 from .clock import host_us, n_sets
 from .result import Row
+from .texts import measure_texts
 
 if TYPE_CHECKING:
     from ..graph import GraphExec
@@ -45,10 +46,12 @@ def measure_model(run: Run) -> None:
 
 
 def measure_round(run: Run) -> None:
-    """Time rounds of speculation with an early exit from the first half of the layers."""
+    """Time rounds with an early exit from the first half of the layers, and with a trained head."""
     for name in _models(run):
         with _Opened(run, name) as opened:
             _round(run, opened)
+            if run.small or name == "smollm2":  # what a head is trained for, or stands for it
+                measure_texts(run, name, opened.model)
 
 
 def _models(run: Run) -> tuple[str, ...]:

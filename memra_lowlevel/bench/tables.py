@@ -241,6 +241,28 @@ def _plain(result: Result, kind: str) -> list[str]:
     return _markdown(head, body)
 
 
+def _rounds(result: Result, kind: str) -> list[str]:
+    """Return one line per row: measured, spread, tokens, and how much faster than a step."""
+    rows, body = result.group(kind), []
+    for row in rows:
+        times = ratio(row, rows) if row.baseline else None
+        body.append(
+            [
+                row.what,
+                _figure(row.median, row.unit),
+                f"{row.spread:.1%}",
+                _number(row.extra.get("tokens_per_round")),
+                _number(row.extra.get("tokens_per_s")),
+                "" if times is None else f"{times:.2f} ×",
+                ""
+                if row.goal is None
+                else f"{'✓' if row.median <= row.goal else '✗'} {row.goal:.4g}",
+            ]
+        )
+    head = ["what", "measured", "±", "tokens a round", "tokens/s", "of the step's tokens/s", "goal"]
+    return _markdown(head, body) if body else []
+
+
 def _ceilings(result: Result, kind: str) -> list[str]:
     body = []
     for row in result.group(kind):
@@ -363,7 +385,7 @@ KINDS: dict[str, Callable[[Result, str], list[str]]] = {
     "attend": _attend,
     "rows": _attend,
     "model": _plain,
-    "round": _plain,
+    "round": _rounds,
     "compile": _plain,
     "latent": _plain,
     "recur": _plain,

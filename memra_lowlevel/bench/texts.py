@@ -1,0 +1,157 @@
+"""Whole texts of the example engine: a captured step a token, and rounds with a trained head."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from ..demo import engine
+from ..errors import MemraError
+from ..speculative import DeviceLoop
+from .result import Row
+
+if TYPE_CHECKING:
+    from .run import Run
+
+__all__ = ["GOAL_TIMES", "QUESTIONS", "measure_texts"]
+
+GOAL_TIMES = 1.5
+"""Tokens a second of rounds on the device, in those of the captured step."""
+
+QUESTIONS = (
+    "Explain why the sky is blue.",
+    "Write a short story about a fox and a lighthouse.",
+    "How do I make bread at home?",
+    "Write a Python function that reverses a list.",
+    "What are the benefits of regular exercise?",
+    "Who was Ada Lovelace?",
+)
+"""What the texts answer; none of them is among the beginnings that heads are trained with."""
+
+_MAX_CTX = 1024
+_DRAFTS = (2, 3, 4)
+
+
+def measure_texts(run: Run, name: str, model: Any) -> None:
+    """Time the greedy answers of a model to some questions, both ways; they must be the same.
+
+    A figure is the time a token over all answers, from the first new token on; each sample goes
+    through all of them.
+
+    Parameters
+    ----------
+    run : Run
+    name : str
+        Of the model, in the rows.
+    model : smollm2.Model
+    """
+    small = run.small
+    n, n_samples = (6, 1) if small else (256, 5)
+    encode = model.tokenizer.encode
+    texts = [
+        encode(q if small else model.tokenizer.chat(q)) for q in QUESTIONS[: 1 if small else 6]
+    ]
+    plain, samples = _plain(run, model, texts, n, n_samples)
+    step = Row(f"text {name}, captured step", "us", samples)
+    step.extra["tokens_per_s"] = round(1e6 / step.median, 1)
+    run.add(step)
+    head = engine().DraftHead.load(model, run.stream)
+    for k in _DRAFTS:
+        samples, n_tokens, n_rounds = _rounds(run, model, head, k, texts, plain, n_samples)
+        row = Row(
+            f"text {name}, trained head, {k} drafts, on the device", "us", samples,
+            baseline=step.what, goal=None if small else median(step.samples) / GOAL_TIMES,
+        )  # fmt: skip
+        row.extra.update(
+            tokens_per_round=round(n_tokens / n_rounds, 3),
+            tokens_per_s=round(1e6 / row.median, 1),
+            round_us=round(row.median * n_tokens / n_rounds, 1),
+        )
+        run.add(row)
+
+
+def _timed(turns: int, work: Callable[[], int]) -> list[float]:
+    """Microseconds a token of ``work``, which returns how many tokens it made, by turn."""
+    samples = []
+    for i in range(turns + 1):
+        begin = time.perf_counter_ns()
+        n = work()
+        if i:  # the first turn loads and uploads
+            samples.append((time.perf_counter_ns() - begin) / 1e3 / n)
+    return samples
+
+
+def _plain(
+    run: Run, model: Any, texts: list[list[int]], n: int, n_samples: int
+) -> tuple[list[list[int]], list[float]]:
+    """Answers, and µs a token of them: the captured step again and again, without the host."""
+    smollm2, stream = engine(), run.stream
+    session = smollm2.Session.allocate(model, stream, _MAX_CTX)
+    step = smollm2.GreedyStep(session, stream)
+    answers, totals = [], [0.0] * n_samples
+    for text in texts:
+        session.planes.set_len(stream, 0)
+        session.prime(stream, text[:-1])
+        step.start(stream, text[-1])
+        answers.append([step(stream) for _ in range(n)])
+
+        def again(text: list[int] = text) -> int:
+            session.planes.set_len(stream, len(text) - 1)
+            step.start(stream, text[-1])
+            for _ in range(n):
+                step.exec.launch(stream)
+            stream.sync()
+            return n
+
+        totals = [a + b for a, b in zip(totals, _timed(n_samples, again), strict=True)]
+    step.close()
+    session.close()
+    return answers, [total / len(texts) for total in totals]
+
+
+def _rounds(
+    run: Run,
+    model: Any,
+    head: Any,
+    k: int,
+    texts: list[list[int]],
+    plain: list[list[int]],
+    n_samples: int,
+) -> tuple[list[float], int, int]:
+    """µs a token by rounds on the device, tokens, rounds.
+
+    Raises
+    ------
+    MemraError
+        An answer differs from that of plain greedy decoding.
+    """
+    smollm2, stream, n = engine(), run.stream, len(plain[0])
+    session = smollm2.Session.allocate(model, stream, _MAX_CTX)
+    drafter = smollm2.HeadDrafter(session, head, stream, k)
+    loop = DeviceLoop(stream, session, drafter.chain, k, n_max=n)
+    totals, n_tokens, n_rounds = [0.0] * n_samples, 0, 0
+    for text, answer in zip(texts, plain, strict=True):
+        for planes in (session.planes, drafter.planes):
+            planes.set_len(stream, 0)
+        session.prime(stream, text[:-1])
+        drafter.chain.fill(stream, text[:-1])
+        result: Any = None
+
+        def again(text: list[int] = text) -> int:
+            nonlocal result
+            for planes in (session.planes, drafter.planes):
+                planes.set_len(stream, len(text) - 1)
+            result = loop.run(stream, text, n)
+            return len(result.tokens)
+
+        samples = _timed(n_samples, again)
+        if list(result.tokens[:n]) != answer:
+            raise MemraError(f"text {k} drafts: rounds on the device committed another answer")
+        totals = [a + b * len(result.tokens) for a, b in zip(totals, samples, strict=True)]
+        n_tokens, n_rounds = n_tokens + len(result.tokens), n_rounds + len(result.accepted)
+    loop.close()
+    drafter.close()
+    session.close()
+    return [total / n_tokens for total in totals], n_tokens, n_rounds
