@@ -1,9 +1,10 @@
 #!/bin/bash
 # The shortest start: bash .carry/lab.sh .carry/NAME/script.py [words]   (or a .sh file)
 # Bindings 13, the working tree in /root/memra, prebuilt natives. Status: the script's.
+OUT=$(readlink -f "$OUT"); export OUT
 source .carry/setup.sh || exit 1
 case $1 in
-    *.sh) bash "$@" ;;
+    *.sh) source "$@" ;;
     *) python3 "$@" ;;
 esac
 status=$?

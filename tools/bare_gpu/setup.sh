@@ -80,6 +80,7 @@ memra_tree() {
     mkdir -p $B/memra || return 1
     if [ -n "${MEMRA_FROZEN:-}" ]; then
         tar xzf .carry/HOST/tree.tgz -C $B/memra || return 1
+        cp -p examples/smollm2/*.gguf $B/memra/examples/smollm2/ || return 1
         MEMRA_COMMIT=$(cat .carry/HOST/commit) && export MEMRA_COMMIT
         echo "tree: commit $MEMRA_COMMIT"
     else
