@@ -274,6 +274,7 @@ class _Demo:
             with self.meter("capture draft"):
                 drafter = self.smollm2.HeadDrafter(session, head, stream, self.k)
             self.closers.append(drafter.close)
+            self.plane_bytes["draft"] = drafter.planes.describe()["bytes"]
             chain: DraftChain = drafter.chain
             chain.sections = self.meter
             return chain

@@ -14,8 +14,8 @@ constexpr int IO_STEP = 2, IO_N_FEED = 3;  // words of a chain's block; see spec
 //   kept   f32 [n_kept, width]; a row outside is dropped
 //   io     a chain's block, or null. A step that is fed a token that was known keeps nothing: the target's
 //          own state is there.
-__global__ void keep_hidden(const float* h, float* kept, const int32_t* pos_d, const int32_t* NULLABLE io,
-                            int32_t n_kept, int32_t width, float share, float eps) {
+KERNEL void keep_hidden(const float* h, float* kept, const int32_t* pos_d, const int32_t* NULLABLE io,
+                        int32_t n_kept, int32_t width, float share, float eps) {
     __shared__ float squares[N_WARPS];
     admit_successor();
     await_predecessor();
@@ -35,8 +35,8 @@ __global__ void keep_hidden(const float* h, float* kept, const int32_t* pos_d, c
 
 // grid (n_rows).
 //   out  f32 [n_rows, width]: the states before positions pos_d, pos_d + 1, ...; NaN for one outside
-__global__ void take_hidden(const float* kept, const int32_t* pos_d, float* out, int32_t n_kept,
-                            int32_t width) {
+KERNEL void take_hidden(const float* kept, const int32_t* pos_d, float* out, int32_t n_kept,
+                        int32_t width) {
     admit_successor();
     await_predecessor();
     const int64_t row = int64_t(pos_d[0]) + blockIdx.x;

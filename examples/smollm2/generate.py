@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from memra_lowlevel.cache import Cache
-from memra_lowlevel.errors import CapacityExceeded, ModelError, TokenError
+from memra_lowlevel.errors import CapacityExceeded, MemraError, ModelError, TokenError
 
 from .model import Model, Workspace
 
@@ -76,7 +76,18 @@ class Session:
         return tuple(self.planes.planes())
 
     def forward(self, stream: Stream, tokens: Buffer, n_rows: int, argmax: Buffer) -> None:
-        """Launch the model over rows at the planes' length; greedy tokens go to ``argmax``."""
+        """Launch the model over rows at the planes' length; greedy tokens go to ``argmax``.
+
+        Raises
+        ------
+        MemraError
+            ``argmax`` is where the tokens lie, and a follower wants to see them behind the pass.
+        """
+        if self.follower is not None and argmax.ptr == tokens.ptr:
+            raise MemraError(
+                "Session.forward: the tokens of this pass would be gone before the session's "
+                "follower sees them; give another buffer for argmax"
+            )
         self.model.forward(stream, self.ws, self.kv_layers, n_rows, tokens=tokens, argmax=argmax)
         self._followed(stream, tokens, n_rows)
 
@@ -131,7 +142,12 @@ class GreedyStep:
         tok_d = ws.tok_d.view(0, (1,), np.uint32)
 
         def body() -> None:
-            session.forward(stream, tok_d, 1, tok_d)
+            if session.follower is None:
+                session.forward(stream, tok_d, 1, tok_d)
+            else:  # which sees the token before the next one takes its place
+                chosen = ws.argmax_d.view(0, (1,), np.uint32)
+                session.forward(stream, tok_d, 1, chosen)
+                tok_d.copy_from(stream, chosen)
             planes.advance(stream, 1)
             tok_d.copy_to(stream, self.token)
 

@@ -28,7 +28,7 @@ from memra_lowlevel.speculative import ChainIo, DraftChain, HiddenRows
 from .generate import Session
 from .model import Blocks, Layer, Model, Workspace
 from .tiny import MADE_UP, made_up_head
-from .weights import Tensor, Weights, as_tensor, matrix_names, read_stored
+from .weights import Tensor, Weights, as_tensor, read_stored, required_head_shapes
 
 #: The head of SmolLM2-135M-Instruct.
 SMOLLM2_HEAD = Path(__file__).with_name("smollm2-head.gguf")
@@ -58,7 +58,12 @@ def read_head(path: str | Path) -> tuple[str, dict[str, Tensor], np.ndarray]:
         for name, format_, shape, data in stored
         if name != "tokens"
     }
-    return str(metadata.get("head.target", "")), tensors, np.asarray(tokens[0], np.int32)
+    return str(metadata.get("head.target", "")), tensors, np.asarray(tokens[0])
+
+
+def _ascend(tokens: np.ndarray, n_vocab: int) -> bool:
+    inside = tokens.size > 0 and tokens[0] >= 0 and tokens[-1] < n_vocab
+    return bool(inside and (np.diff(tokens.astype(np.int64)) > 0).all())
 
 
 class DraftHead(Blocks):
@@ -83,27 +88,21 @@ class DraftHead(Blocks):
         *,
         name: str = "head",
     ):
-        width, known = model.config.width, len(tokens)
+        tokens, n_vocab = np.asarray(tokens), model.config.n_vocab
         ff = tensors["blk.0.ffn_gate.weight"].shape[0] if "blk.0.ffn_gate.weight" in tensors else 0
-        config = replace(model.config, n_layers=1, n_ff=ff, n_vocab=known)
-        shapes: dict[str, tuple[int, ...]] = {
-            "features.weight": (width, width),
-            "output_norm.weight": (width,),
-            "blk.0.attn_norm.weight": (width,),
-            "blk.0.ffn_norm.weight": (width,),
-            **dict(matrix_names(config, 0).values()),
-        }
-        for tensor, shape in shapes.items():
+        config = replace(model.config, n_layers=1, n_ff=ff, n_vocab=tokens.size)
+        for tensor, shape in required_head_shapes(config).items():
             if tensor not in tensors or tensors[tensor].shape != shape:
                 got = tensors[tensor].shape if tensor in tensors else "missing"
                 raise ModelError(
                     f"{name}: the tensor {tensor} is {got}, a head of {model.name} needs {shape}; "
                     "give the head that was trained for this model"
                 )
-        if not known or tokens[0] < 0 or tokens[-1] >= model.config.n_vocab:
+        if tokens.dtype.kind not in "iu" or tokens.ndim != 1 or not _ascend(tokens, n_vocab):
             raise ModelError(
-                f"{name}: its {known} tokens do not lie in the vocabulary of "
-                f"{model.config.n_vocab}; give the head that was trained for this model"
+                f"{name}: its tokens, {tokens.dtype}{list(tokens.shape)}, must be ascending "
+                f"numbers within the vocabulary of {n_vocab}; give the head that was trained for "
+                "this model"
             )
         device, weights = model.device, Weights(name, config, tensors)
         self.model, self.device, self.config = model, device, config
@@ -113,7 +112,8 @@ class DraftHead(Blocks):
         self.layers = [Layer(device, stream, weights, 0)]
         self.output_norm = device.from_numpy(tensors["output_norm.weight"].rows, stream)
         source = model.weights.tensors.get("output.weight", model.weights["token_embd.weight"])
-        words = Tensor("words", source.format, (known, width), source.rows[tokens])
+        shape = (tokens.size, config.width)
+        words = Tensor("words", source.format, shape, source.rows[tokens])
         self.head = self._matrix(stream, words)
         self.token_map = device.from_numpy(np.asarray(tokens, np.int32), stream)
         self.angles, self.attend_kernel = model.angles, model.attend_kernel
@@ -193,28 +193,61 @@ class HeadDrafter(Closing):
     """
 
     def __init__(self, session: Session, head: DraftHead, stream: Stream, k_max: int):
+        """Capture the head's step.
+
+        Raises
+        ------
+        MemraError
+            The head is of another model; the session has a follower or rows already, or takes fewer
+            than ``k_max + 1`` rows at a time. Nothing was made then.
+        """
+        if head.model is not session.model:
+            raise MemraError(
+                f"HeadDrafter: the head is of {head.model.name!r}, the session of "
+                f"{session.model.name!r}, or the model was loaded twice; load the head for the "
+                "model of the session"
+            )
         if session.follower is not None or session.planes.len:
             raise MemraError(
                 "HeadDrafter: the session has a follower or holds rows already; make the drafter "
                 "before the session is primed, and close the one before"
             )
-        model, device, config = session.model, head.device, head.config
+        if not 1 <= k_max < session.ws.n_rows_max:
+            raise MemraError(
+                f"HeadDrafter: {k_max} drafts are verified with {k_max + 1} rows, the session "
+                f"takes {session.ws.n_rows_max} at a time; draft 1 to "
+                f"{session.ws.n_rows_max - 1}, or allocate it with a greater n_rows_max"
+            )
         self.session, self.head = session, head
+        self._made: list[Closing | Workspace] = []
+        try:
+            self._make(session, head, stream, k_max)
+        except BaseException:
+            self.close()
+            raise
+        session.follower = self
+
+    def _make(self, session: Session, head: DraftHead, stream: Stream, k_max: int) -> None:
+        device, config = head.device, head.config
         n_rows_max, capacity = session.ws.n_rows_max, session.planes.capacity
-        layer: LayerPlan = model.config.plan.layers[0]
+        layer: LayerPlan = session.model.config.plan.layers[0]
         self.planes = Cache(device, stream, ModelPlan((layer,)), capacity, name="head")
+        self._made.append(self.planes)
         self.ws = head.workspace(n_rows_max)
+        self._made.append(self.ws)
         self.hidden = HiddenRows(device, stream, capacity, config.width, eps=config.norm_eps)
-        self._arena = device.arena(4 * n_rows_max * config.width + 256, name="head features")
+        self._made.append(self.hidden)
+        arena = device.arena(4 * n_rows_max * config.width + 256, name="head features")
+        self._made.append(arena)
         shape = (n_rows_max, config.width)
-        self.features: Buffer = self._arena.take(shape, np.float32, name="features")
-        self.io = ChainIo(device, config.width, k_max, model.config.n_vocab)
+        self.features: Buffer = arena.take(shape, np.float32, name="features")
+        self.io = io = ChainIo(device, config.width, k_max, session.model.config.n_vocab)
+        self._made.append(io)
         (plane,) = self.planes.planes()
-        self._plane, io = plane, self.io
-        target = session.kv_layers[0].len_d
         self._rows = _Rows(
-            plane.k, plane.v, plane.k_format, plane.v_format, plane.rows, target, plane.base_d
-        )
+            plane.k, plane.v, plane.k_format, plane.v_format, plane.rows,
+            session.kv_layers[0].len_d, plane.base_d,
+        )  # fmt: skip
 
         def step(stream: Stream) -> None:
             head.begin(stream, self.ws, self.features, self.hidden, io.tok_d, io.pos_d, 1)
@@ -223,13 +256,18 @@ class HeadDrafter(Closing):
             self.hidden.keep(stream, self.ws.h, io.pos_d, 1, block=io.block, programmatic=True)
 
         def fill(stream: Stream, tokens: Sequence[int], position: int) -> None:
-            self.planes.advance(stream, len(tokens))  # the target's passes wrote the rows
+            if position + len(tokens) > session.planes.len:
+                raise MemraError(
+                    f"HeadDrafter: rows up to {position + len(tokens)} are to be there, but the "
+                    f"session's passes have written {session.planes.len}; prime the session first"
+                )
+            self.planes.advance(stream, len(tokens))
 
         self.chain = DraftChain.capture(
             stream, step, io, self.planes, k_max, fill=fill, token_map=head.token_map,
-            followed=True, name="head",
+            follows=session.planes, name="head",
         )  # fmt: skip
-        session.follower = self
+        self._made.append(self.chain)
 
     def follow(self, stream: Stream, ws: Workspace, tokens: Buffer, n_rows: int) -> None:
         """Keep the hidden states of a target's pass, and write the head's rows of its tokens."""
@@ -244,5 +282,5 @@ class HeadDrafter(Closing):
         """Let the session go, and give back what the drafter owns; the head stays. Idempotent."""
         if self.session.follower is self:
             self.session.follower = None
-        for owned in (self.chain, self.io, self._arena, self.hidden, self.ws, self.planes):
+        for owned in reversed(self._made):
             owned.close()

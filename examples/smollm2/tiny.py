@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .weights import Config, Tensor, Weights, matrix_names, required_shapes
+from .weights import Config, Tensor, Weights, required_head_shapes, required_shapes
 
 TINY = Config(
     n_layers=4,
@@ -97,15 +97,8 @@ def made_up_head(
         As ``DraftHead`` takes them.
     """
     random = np.random.default_rng(seed)
-    shapes: dict[str, tuple[int, ...]] = {
-        "features.weight": (config.width, config.width),
-        "output_norm.weight": (config.width,),
-        "blk.0.attn_norm.weight": (config.width,),
-        "blk.0.ffn_norm.weight": (config.width,),
-        **dict(matrix_names(config, 0).values()),
-    }
     tensors = {}
-    for name, shape in shapes.items():
+    for name, shape in required_head_shapes(config).items():
         if len(shape) == 1:
             rows = random.uniform(0.8, 1.2, shape).astype(np.float32)
             tensors[name] = Tensor(name, "f32", shape, rows)

@@ -142,6 +142,18 @@ def required_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def required_head_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a draft head must have, with its shape; ``n_ff`` is the head's own."""
+    width = config.width
+    return {
+        "features.weight": (width, width),
+        "output_norm.weight": (width,),
+        "blk.0.attn_norm.weight": (width,),
+        "blk.0.ffn_norm.weight": (width,),
+        **dict(matrix_names(config, 0).values()),
+    }
+
+
 #: Tensors a file may have besides the required ones.
 OPTIONAL_TENSORS = ("output.weight", "rope_freqs.weight")
 

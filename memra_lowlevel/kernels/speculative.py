@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .. import expect
 from ..errors import ArgumentError
 from ..runtime.launch import LaunchConfig, launch
 from . import registry
@@ -235,8 +236,8 @@ def keep_hidden(
     programmatic : bool
         Start while the predecessor still runs, on GPUs that can.
     """
-    n_kept, width = _kept_shape("keep_hidden", kept)
-    _rows("keep_hidden", "h", h, n_rows, width)
+    n_kept, width = _kept_shape("keep_hidden", kept, positions)
+    n_rows = _rows("keep_hidden", "h", h, n_rows, width)
     if block is not None and block.n_bytes < 4 * CHAIN_WORDS:
         raise ArgumentError(
             f"keep_hidden: a block of {block.n_bytes} bytes is none of a chain; give ChainIo.block",
@@ -273,8 +274,14 @@ def take_hidden(
     programmatic : bool
         Start while the predecessor still runs, on GPUs that can.
     """
-    n_kept, width = _kept_shape("take_hidden", kept)
-    _rows("take_hidden", "out", out, n_rows, width)
+    n_kept, width = _kept_shape("take_hidden", kept, positions)
+    n_rows = _rows("take_hidden", "out", out, n_rows, width)
+    if kept.ptr < out.ptr + out.n_bytes and out.ptr < kept.ptr + kept.n_bytes:
+        raise ArgumentError(
+            "take_hidden: out lies within what is kept, which other rows are read from; give "
+            "another buffer",
+            kernel="take_hidden", name="out", expected="memory apart from kept", got="part of it",
+        )  # fmt: skip
     launch(
         stream,
         _hidden_config(stream, n_rows, programmatic),
@@ -288,7 +295,13 @@ def _hidden_config(stream: Stream, n_rows: int, programmatic: bool) -> LaunchCon
     return LaunchConfig(n_rows, _HIDDEN_THREADS, programmatic=early)
 
 
-def _kept_shape(kernel: str, kept: Buffer) -> tuple[int, int]:
+def _kept_shape(kernel: str, kept: Buffer, positions: Buffer) -> tuple[int, int]:
+    if positions.n_bytes < 4:
+        raise ArgumentError(
+            f"{kernel}: positions holds {positions.n_bytes} bytes; give an int32 on the device",
+            kernel=kernel, name="positions", expected=">= 4 bytes",
+            got=f"{positions.n_bytes} bytes",
+        )  # fmt: skip
     if kept.dtype != "f4" or len(kept.shape) != 2:
         raise ArgumentError(
             f"{kernel}: kept is {kept.dtype}{list(kept.shape)}; it must be f32 [n_kept, width]",
@@ -298,7 +311,8 @@ def _kept_shape(kernel: str, kept: Buffer) -> tuple[int, int]:
     return kept.shape[0], kept.shape[1]
 
 
-def _rows(kernel: str, name: str, rows: Buffer, n_rows: int, width: int) -> None:
+def _rows(kernel: str, name: str, rows: Buffer, n_rows: int, width: int) -> int:
+    n_rows = expect.integer(f"{kernel}: n_rows", n_rows)
     if len(rows.shape) == 2 and rows.shape[1] != width:
         raise ArgumentError(
             f"{kernel}: {name} has rows of {rows.shape[1]}, those that are kept have {width}",
@@ -312,3 +326,4 @@ def _rows(kernel: str, name: str, rows: Buffer, n_rows: int, width: int) -> None
             kernel=kernel, name=name, expected=f">= {4 * n_rows * width} bytes",
             got=f"{rows.n_bytes} bytes",
         )  # fmt: skip
+    return n_rows

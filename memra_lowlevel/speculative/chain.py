@@ -40,8 +40,8 @@ class DraftChain(Closing):
     exec : GraphExec
         The captured step.
     k_max : int
-    followed : bool
-        Whether the target's passes write the rows of these planes too.
+    follows : Planes or None
+        The target's planes, where its passes write the rows of the chain's planes too.
     step : callable
         ``step(stream)`` launches the work of one step, without booking that the counters move.
     sections : callable or None
@@ -58,11 +58,11 @@ class DraftChain(Closing):
         step: Body,
         fill: Fill | None,
         p_min: float | None,
-        followed: bool,
+        follows: Planes | None,
         name: str,
     ):
         self.io, self.planes, self.exec, self.k_max = io, planes, exec_, k_max
-        self.name, self.p_min, self.followed = name, p_min, followed
+        self.name, self.p_min, self.follows = name, p_min, follows
         self.sections: Any = None
         self.step, self._fill = step, fill
 
@@ -78,7 +78,7 @@ class DraftChain(Closing):
         fill: Fill | None = None,
         p_min: float | None = None,
         token_map: Buffer | None = None,
-        followed: bool = False,
+        follows: Planes | None = None,
         warmups: int = 1,
         name: str = "draft",
     ) -> DraftChain:
@@ -105,10 +105,10 @@ class DraftChain(Closing):
         token_map : Buffer, optional
             i32[n]: the target's token for each of the n tokens that the draft's output layer
             knows; for a draft whose vocabulary is a part of the target's.
-        followed : bool
-            Each pass of the target also writes these planes' rows of its tokens, at the target's
-            positions, as it does for a head that reads its hidden states. Then a round whose
-            drafts were all right leaves no lag. The planes must be as long as the target's.
+        follows : Planes, optional
+            Planes of a target each of whose passes also writes these planes' rows of its tokens, at
+            the target's positions, as it does for a head that reads its hidden states. Then a round
+            whose drafts were all right leaves no lag. The chain drafts for no other target.
         warmups : int
             Steps run before the capture, so that every kernel is loaded. Their rows lie above the
             planes' length and are overwritten; all counters are restored.
@@ -118,7 +118,7 @@ class DraftChain(Closing):
         Raises
         ------
         CapacityExceeded
-            The planes have no room for a warm-up step.
+            The planes have no room for a warm-up step, or fewer rows than those that they follow.
         CaptureError
             The captured step holds a memory node.
         MemraError, TokenError
@@ -127,6 +127,11 @@ class DraftChain(Closing):
         """
         if not 1 <= k_max <= io.k_max:
             raise MemraError(f"DraftChain: k_max {k_max} must lie in 1..{io.k_max}, that of its io")
+        if follows is not None and planes.capacity < follows.capacity:
+            raise CapacityExceeded(
+                f'DraftChain "{name}": its planes of {planes.capacity} rows follow a target of '
+                f"{follows.capacity}; allocate them as long as the target's"
+            )
         n_vocab = io.n_vocab
         if token_map is not None:
             if token_map.dtype != np.int32 or len(token_map.shape) != 1 or not token_map.shape[0]:
@@ -194,9 +199,14 @@ class DraftChain(Closing):
             step=step,
             fill=fill,
             p_min=p_min,
-            followed=followed,
+            follows=follows,
             name=name,
         )
+
+    @property
+    def followed(self) -> bool:
+        """Whether the target's passes write the rows of these planes too."""
+        return self.follows is not None
 
     # -- the low level: replay and rewind --------------------------------------------------------
     def replay(self, stream: Stream, k: int) -> int:
@@ -278,6 +288,8 @@ class DraftChain(Closing):
             self._fill(stream, committed[have : have + excess], have)
             have = self.planes.len
         if k == 0:
+            if self.followed:  # the target's pass writes a row all the same
+                self.planes.prepare(stream, len(committed) - have)
             self.io.begin(stream, committed[-1:], len(committed) - 1)
             return 0
         feed = committed[have:]
@@ -319,17 +331,17 @@ class DraftChain(Closing):
         }
 
     def check_target(self, planes: Planes) -> None:
-        """Refuse to draft for a target whose passes write more rows than these planes can hold.
+        """Refuse to draft for another target than the one whose passes write these planes.
 
         Raises
         ------
-        CapacityExceeded
-            The chain is ``followed``, and its planes are shorter than the target's.
+        MemraError
+            The chain follows other planes.
         """
-        if self.followed and self.planes.capacity < planes.capacity:
-            raise CapacityExceeded(
-                f'DraftChain "{self.name}": its planes of {self.planes.capacity} rows follow a '
-                f"target of {planes.capacity}; allocate them as long as the target's"
+        if self.follows is not None and planes is not self.follows:
+            raise MemraError(
+                f'DraftChain "{self.name}" follows the passes of another target, which write its '
+                "rows; make a chain for this one"
             )
 
     def _check_open(self, call: str) -> None:

@@ -79,9 +79,10 @@ class DeviceLoop(Closing):
     Raises
     ------
     MemraError
-        ``k`` or ``n_max`` do not fit the chain; a chain with ``p_min``.
+        ``k`` or ``n_max`` do not fit the chain; a chain with ``p_min``, or one that follows another
+        target.
     CapacityExceeded
-        No room for one round, or a followed chain with shorter planes; nothing was captured.
+        No room for one round; nothing was captured.
     """
 
     def __init__(

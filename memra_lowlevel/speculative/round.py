@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -114,9 +114,8 @@ class SpecRound(Closing):
     Raises
     ------
     MemraError
-        ``k`` does not fit the chain; a target or a chain that is none; a token that is none.
-    CapacityExceeded
-        The chain's planes are followed, and shorter than the target's.
+        ``k`` does not fit the chain, or the chain follows another target; a target or a chain that
+        is none; a token that is none.
     """
 
     def __init__(
@@ -192,11 +191,13 @@ class SpecRound(Closing):
             raise MemraError(f"SpecRound: k {wish} must lie in 0..{chain.k_max}")
         with self._section("draft"):
             drafted = chain.propose(stream, self.tokens, min(wish, room - 1))
-        with self._section("rebase"):
-            rebased = planes.prepare(stream, drafted + 1)
-        exec_ = self._verify_step(stream, drafted + 1)
+        with self._cancelling(stream, drafted):
+            with self._section("rebase"):
+                rebased = planes.prepare(stream, drafted + 1)
+            exec_ = self._verify_step(stream, drafted + 1)
         with self._section(f"verify {drafted + 1}"):
-            exec_.launch(stream)
+            with self._cancelling(stream, drafted):
+                exec_.launch(stream)
             stream.sync()
         return self._commit(stream, drafted, rebased)
 
@@ -216,6 +217,15 @@ class SpecRound(Closing):
         self._arena.close()
 
     # -- inside -----------------------------------------------------------------------------------
+    @contextmanager
+    def _cancelling(self, stream: Stream, drafted: int) -> Iterator[None]:
+        """Take the drafts back where what verifies them is refused."""
+        try:
+            yield
+        except MemraError:
+            self.chain.cancel(stream, drafted)
+            raise
+
     def _verify_step(self, stream: Stream, n: int) -> GraphExec:
         exec_ = self._execs.get(n)
         if exec_ is None:
@@ -265,7 +275,8 @@ class SpecRound(Closing):
             amounts = accept.rewind_amounts(drafted, accepted)
             if amounts.target:
                 planes.set_len(stream, planes.len - amounts.target)
+            # Committed with the target's length: whatever a drafter says, both go together.
+            self.tokens += new
+            self.stats.add(drafted, accepted, rebased)
             self.chain.settle(stream, drafted, accepted)
-        self.tokens += new
-        self.stats.add(drafted, accepted, rebased)
         return RoundResult(tuple(new), accepted, drafted, rebased)

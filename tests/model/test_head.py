@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from numpy_llama import matrix, norm, rotate
 
-from memra_lowlevel.errors import CapacityExceeded, MemraError, ModelError
+from memra_lowlevel.cache import Cache
+from memra_lowlevel.errors import MemraError, ModelError
 from memra_lowlevel.examples.smollm2 import (
     DraftHead,
     HeadDrafter,
@@ -15,7 +16,7 @@ from memra_lowlevel.examples.smollm2 import (
 )
 from memra_lowlevel.examples.smollm2.head import ARCHITECTURE, SMOLLM2_HEAD, read_head
 from memra_lowlevel.examples.smollm2.tiny import TINY, made_up_head
-from memra_lowlevel.speculative import DeviceLoop, SpecRound
+from memra_lowlevel.speculative import ChainIo, DeviceLoop, DraftChain, HiddenRows, SpecRound
 
 PROMPT = list(b"Hello, world")
 N = 40
@@ -182,7 +183,9 @@ def test_heads_of_other_models_are_refused(model, stream):
     wrong = {**tensors, "features.weight": tensors["blk.0.ffn_up.weight"]}
     with pytest.raises(ModelError, match=r"features.weight is \(160, 64\)"):
         DraftHead(model, stream, wrong, tokens)
-    for bad in (tokens + 1, tokens - 1, tokens[:0]):
+    inner = np.array([3, 9999, 7], np.int32), np.array([3, -5, 7], np.int32)
+    kinds = tokens.astype(np.float32), tokens[None], tokens[[0, 0, 1]]
+    for bad in (tokens + 1, tokens - 1, tokens[:0], *inner, *kinds):
         with pytest.raises(ModelError, match="vocabulary of 272"):
             DraftHead(model, stream, tensors, bad)
     with pytest.raises(ModelError, match="cannot draft for 'tiny'"):
@@ -224,14 +227,68 @@ def test_other_files_are_refused(tmp_path):
         read_head(tmp_path / "nothing")
 
 
-def test_a_longer_target_is_refused(model, stream):
-    made = Drafted(model, stream)
-    longer = Session.allocate(model, stream, made.session.planes.capacity + 1)
+def test_other_targets_are_refused(model, stream):
+    made, other = Drafted(model, stream), Session.allocate(model, stream, 128)
+    other.prime(stream, PROMPT[:-1])
     for make in (
-        lambda: SpecRound(longer, made.drafter.chain, 2, PROMPT),
-        lambda: DeviceLoop(stream, longer, made.drafter.chain, 2),
+        lambda: SpecRound(other, made.drafter.chain, 2, PROMPT),
+        lambda: DeviceLoop(stream, other, made.drafter.chain, 2),
     ):
-        with pytest.raises(CapacityExceeded, match="follow a target of 129"):
+        with pytest.raises(MemraError, match="follows the passes of another target"):
             make()
-    longer.close()
+    other.close()
     made.close()
+
+
+def test_heads_for_another_session_are_refused(model, device, stream):
+    head = DraftHead.load(model, stream)
+    twin = Model.load(device, stream, "tiny", max_ctx=64)
+    session = Session.allocate(twin, stream, 32)
+    with pytest.raises(MemraError, match="loaded twice"):
+        HeadDrafter(session, head, stream, 2)
+    session.close()
+    session = Session.allocate(model, stream, 32, n_rows_max=3)
+    for k in (3, 0):
+        with pytest.raises(MemraError, match=rf"{k} drafts are verified with {k + 1} rows"):
+            HeadDrafter(session, head, stream, k)
+    drafter = HeadDrafter(session, head, stream, 2)
+    with pytest.raises(MemraError, match="prime the session first"):
+        drafter.chain.fill(stream, PROMPT)
+    assert drafter.planes.len == 0
+    drafter.close()
+    session.close()
+
+
+def test_a_construction_that_fails_leaves_nothing(model, stream, monkeypatch):
+    session, head = Session.allocate(model, stream, 32), DraftHead.load(model, stream)
+    closed = []
+
+    def fails(*_, **__):
+        raise MemraError("no capture today")
+
+    monkeypatch.setattr(DraftChain, "capture", fails)
+    for owner in (HiddenRows, ChainIo, Cache):
+        close = owner.close
+        monkeypatch.setattr(
+            owner, "close", lambda self, c=close: (closed.append(type(self).__name__), c(self))
+        )
+    with pytest.raises(MemraError, match="no capture today"):
+        HeadDrafter(session, head, stream, 2)
+    assert {"HiddenRows", "ChainIo", "Cache"} <= set(closed) and session.follower is None
+    session.close()
+
+
+def test_greedy_steps_are_followed_too(model, stream, plain):
+    """The step puts the next token where this one lies; the head's row is of this one."""
+    made = Drafted(model, stream)
+    tokens = generate_greedy(made.session, stream, PROMPT, N)
+    assert tokens == plain[:N]
+    fresh = Drafted(model, stream, [*PROMPT, *tokens])
+    n = len(PROMPT) + N - 1
+    for got, want in zip(made.rows(n), fresh.rows(n), strict=True):
+        assert np.array_equal(got, want)
+    tok = made.session.ws.tok_d.view(0, (1,), np.uint32)
+    with pytest.raises(MemraError, match="give another buffer for argmax"):
+        made.session.forward(stream, tok, 1, tok)
+    made.close()
+    fresh.close()

@@ -65,7 +65,14 @@ class Followed:
             self.planes.advance(stream, len(tokens))  # the target's passes wrote the rows
 
         self.chain = DraftChain.capture(
-            self.stream, body, io, self.planes, k_max, fill=fill, p_min=p_min, followed=True
+            self.stream,
+            body,
+            io,
+            self.planes,
+            k_max,
+            fill=fill,
+            p_min=p_min,
+            follows=self.session.planes,
         )
         self.session.follower = self
         self.session.prime(self.stream, PROMPT[:-1])
@@ -395,4 +402,22 @@ def test_the_row_of_the_last_draft_lies_in_the_ring(rig, how, chunk, least):
     assert made.planes.kv[0].ring.base > 0 and min(left) == least
     assert how == "rounds" or "no room" in reasons
     work.close()
+    made.close()
+
+
+@pytest.mark.parametrize("ks", [(0,), (0, 0, 0, 3)])
+@pytest.mark.parametrize("chunk", [4, 5])
+def test_rounds_without_drafts_make_room_in_the_ring_too(rig, chunk, ks):
+    """The target's pass writes a row of the draft's, whether the round drafts or not."""
+    ringed = Rig(rig.device, rig.stream, max_ctx=160)
+    ringed.model, ringed.window = rig.model, 16
+    expected = ringed.plain(PROMPT, 60)
+    made = Followed(ringed, 4, ring={"ring_chunk": chunk, "ring_slack": 8})
+    rounds, random = made.rounds(3), np.random.default_rng(chunk)
+    while len(made.tokens) < len(PROMPT) + 60:
+        rounds.step(rig.stream, int(random.choice(ks)))
+        made.tokens = rounds.tokens
+        made.check_lengths(made.tokens)
+    assert made.tokens[len(PROMPT) :][:60] == expected and made.planes.kv[0].ring.base > 0
+    rounds.close()
     made.close()

@@ -291,6 +291,24 @@ def test_refused_buffers_of_another_width(device, stream):
         with pytest.raises(ArgumentError) as caught:
             call()
         assert caught.value.name == name
+    inside = kept.view(16, (2, 4), F)
+    for name, call in (
+        (
+            "positions",
+            lambda: kernels.keep_hidden(stream, row, kept, device.zeros(0, I, stream), 1, 0.0),
+        ),
+        (
+            "positions",
+            lambda: kernels.take_hidden(stream, kept, device.zeros(0, I, stream), row, 1),
+        ),
+        ("out", lambda: kernels.take_hidden(stream, kept, position, inside, 1)),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            call()
+        assert caught.value.name == name
+    for n_rows in ("1", True, 1.0):
+        with pytest.raises(ArgumentError, match="n_rows"):
+            kernels.keep_hidden(stream, row, kept, position, n_rows, 0.0)
     for bad in ({"n_positions": "3"}, {"n_positions": True}, {"width": None}):
         with pytest.raises(ArgumentError):
             HiddenRows(device, stream, **{"n_positions": 4, "width": 4, **bad})

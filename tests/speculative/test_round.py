@@ -374,3 +374,20 @@ def test_wrong_use(rig):
         drafter.io.begin(rig.stream, [0x7FFFFFFF], 0)
     with pytest.raises(CapacityExceeded):
         drafter.io.begin(rig.stream, [1] * 9, 0)
+
+
+def test_a_verification_that_is_refused_takes_the_drafts_back(rig):
+    drafter = rig.chain(k_max=4)
+    session = rig.session(rows=3)
+    session.prime(rig.stream, PROMPT[:-1])
+    drafter.fill(rig.stream, PROMPT[:-1])
+    rounds = SpecRound(session, drafter, 4, PROMPT)
+    lengths = session.planes.len, drafter.planes.len
+    for _ in range(2):
+        with pytest.raises(CapacityExceeded, match="5 rows"):
+            rounds.step(rig.stream)
+        assert (session.planes.len, drafter.planes.len) == lengths
+    for _ in range(3):
+        rounds.step(rig.stream, 2)
+    assert rounds.tokens[len(PROMPT) :] == rig.expected[: len(rounds.tokens) - len(PROMPT)]
+    rounds.close()
