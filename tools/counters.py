@@ -58,6 +58,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ATTENTION = "attend_(mma|f16|partial)"
 COMBINATION = "attend_(mma_)?combine"
 TOKEN = "token smollm2-shape"
+VERIFY = "verification of 5 rows smollm2-shape"
 MARK = "counters_mark"
 MARK_SOURCE = f"""#include "common/device.cuh"
 KERNEL void {MARK}(int32_t* NULLABLE nothing) {{}}
@@ -75,7 +76,7 @@ class Counted:
     Attributes
     ----------
     row : str
-        The row of a benchmark's result file whose work is done.
+        The row of a benchmark's result file whose work is done, or a verification of several rows.
     kernel : str
         Pattern of the whole name of the kernel, without template and arguments.
     part : str
@@ -137,6 +138,12 @@ CASES = (
     Counted(TOKEN, "add_product", "down 576x1536", nth=1),
     Counted(TOKEN, "logits_rows", "logits 49152x576"),
     Counted(TOKEN, "pick_rows", "token of 1536 tiles"),
+    Counted(VERIFY, "qkv_rows", "q/k/v 960x576"),
+    Counted(VERIFY, ATTENTION, "attention 9/3/64, 68 keys"),
+    Counted(VERIFY, "add_product", "out 576x576"),
+    Counted(VERIFY, "gate_up_rows", "gate and up 3072x576"),
+    Counted(VERIFY, "add_product", "down 576x1536", nth=1),
+    Counted(VERIFY, "logits_rows", "logits 49152x576"),
     Counted("attend 32/8/128 ctx 4096, q8_0/q5_1", COMBINATION, "combination", cache="none"),
     Counted("attend 32/8/128 ctx 131072, q8_0/q5_1", COMBINATION, "combination", cache="none"),
 )
@@ -147,8 +154,8 @@ CASES = (
 @contextlib.contextmanager
 def opened(run: Run, row: str) -> Iterator[Callable[[], None]]:
     """Give the call that does the work of a row of the benchmark once."""
-    if row.startswith(TOKEN):
-        inside = _token(run)
+    if row in (TOKEN, VERIFY):
+        inside = _pass(run, 5 if row == VERIFY else 1)
     elif row.startswith("append "):
         inside = _append(run, row)
     elif row.startswith("recur "):
@@ -199,8 +206,8 @@ def _recur(run: Run, row: str) -> Iterator[Callable[[], None]]:
 
 
 @contextlib.contextmanager
-def _token(run: Run) -> Iterator[Callable[[], None]]:
-    """One block of the SmolLM2 shape between embedding and token: each kernel as a token has it."""
+def _pass(run: Run, n_rows: int) -> Iterator[Callable[[], None]]:
+    """One block of the SmolLM2 shape between embedding and tokens: each kernel as a pass has it."""
     from memra_lowlevel.demo import engine
 
     smollm2, stream = engine(), run.stream
@@ -209,9 +216,9 @@ def _token(run: Run) -> Iterator[Callable[[], None]]:
     model = smollm2.Model(run.device, stream, weights, max_ctx=256)
     session = smollm2.Session.allocate(model, stream, 256, n_rows_max=16)
     session.prime(stream, list(range(3, 66)))  # the token's row is the 64th
-    session.planes.prepare(stream, 1)
-    tok_d = session.ws.tok_d.view(0, (1,), np.uint32)
-    yield lambda: session.forward(stream, tok_d, 1, session.ws.argmax_d)
+    session.planes.prepare(stream, n_rows)
+    tok_d = session.ws.tok_d.view(0, (n_rows,), np.uint32)
+    yield lambda: session.forward(stream, tok_d, n_rows, session.ws.argmax_d)
     stream.sync()
     session.close()
 

@@ -186,7 +186,9 @@ def test_cases_are_named_once_and_known():
     assert len(set(names)) == len(names)
     known = {f"attend {c.what}" for c in tool.ATTEND} | {f"rows {c.what}" for c in tool.ROWS}
     for case in tool.CASES:
-        assert case.row in known or case.row.startswith(("append ", "recur ", tool.TOKEN))
+        assert case.row in known or case.row.startswith(
+            ("append ", "recur ", tool.TOKEN, tool.VERIFY)
+        )
         assert case.cache in ("all", "none") and re.compile(case.kernel)
     entries = "attend_mma", "attend_f16", "attend_partial"
     assert all(re.fullmatch(tool.ATTENTION, name) for name in entries)
