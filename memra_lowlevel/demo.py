@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drafter",
         default="early-exit",
         metavar="NAME",
-        help="early-exit, early-exit:LAYERS, head (trained), or ngram (default: early-exit)",
+        help="early-exit (default), early-exit:LAYERS, head (trained; made up for tiny), or ngram",
     )
     add("--window", type=_positive, metavar="W", help="attend the newest W rows only, in a ring")
     add("--ring-chunk", type=_positive, metavar="C", help="rows of the ring for one append (4096)")

@@ -10,12 +10,12 @@ rows that the head guessed along are replaced in the pass that verifies them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from memra_lowlevel import expect
 from memra_lowlevel.cache import Cache, LayerPlan, ModelPlan
 from memra_lowlevel.closing import Closing
 from memra_lowlevel.errors import MemraError, ModelError
@@ -44,7 +44,7 @@ def read_head(path: str | Path) -> tuple[str, dict[str, Tensor], np.ndarray]:
         Not a readable GGUF file, or one of another kind.
     """
     path = Path(path)
-    metadata, stored = read_stored(path)
+    metadata, stored = read_stored(path, "A draft head is a file that tools/train_head.py wrote.")
     if metadata.get("general.architecture") != ARCHITECTURE:
         raise ModelError(
             f"{path}: the architecture is {metadata.get('general.architecture')!r}, a draft head's "
@@ -142,8 +142,8 @@ class DraftHead(Blocks):
         target, tensors, tokens = read_head(path)
         if target != model.name:
             raise ModelError(
-                f"{path}: a head of {target!r} cannot draft for {model.name!r}; train one for it "
-                "with tools/train_head.py, or leave the model early (--drafter early-exit)"
+                f"{path}: a head of {target!r} cannot draft for {model.name!r}; give one that was "
+                "trained for it, or leave the model early (--drafter early-exit)"
             )
         return cls(model, stream, tensors, tokens, name=str(path))
 
@@ -184,6 +184,9 @@ class _Rows:
 class HeadDrafter(Closing):
     """A head that drafts for a session, and follows its passes until it is closed.
 
+    For another text rewind both: ``session.planes.set_len(stream, 0)`` and
+    ``chain.rewind(stream, 0)``, then prime the session and ``chain.fill`` what it was primed with.
+
     Attributes
     ----------
     chain : DraftChain
@@ -212,6 +215,7 @@ class HeadDrafter(Closing):
                 "HeadDrafter: the session has a follower or holds rows already; make the drafter "
                 "before the session is primed, and close the one before"
             )
+        k_max = expect.integer("HeadDrafter: k_max", k_max)
         if not 1 <= k_max < session.ws.n_rows_max:
             raise MemraError(
                 f"HeadDrafter: {k_max} drafts are verified with {k_max + 1} rows, the session "
@@ -255,16 +259,8 @@ class HeadDrafter(Closing):
             head.choose(stream, self.ws, 1, io.tok_d, programmatic=True)
             self.hidden.keep(stream, self.ws.h, io.pos_d, 1, block=io.block, programmatic=True)
 
-        def fill(stream: Stream, tokens: Sequence[int], position: int) -> None:
-            if position + len(tokens) > session.planes.len:
-                raise MemraError(
-                    f"HeadDrafter: rows up to {position + len(tokens)} are to be there, but the "
-                    f"session's passes have written {session.planes.len}; prime the session first"
-                )
-            self.planes.advance(stream, len(tokens))
-
         self.chain = DraftChain.capture(
-            stream, step, io, self.planes, k_max, fill=fill, token_map=head.token_map,
+            stream, step, io, self.planes, k_max, token_map=head.token_map,
             follows=session.planes, name="head",
         )  # fmt: skip
         self._made.append(self.chain)

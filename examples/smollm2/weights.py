@@ -207,7 +207,7 @@ def read_gguf(path: str | Path) -> Weights:
 
 
 def read_stored(
-    path: Path,
+    path: Path, ways_on: str = ALTERNATIVES
 ) -> tuple[dict[str, Any], list[tuple[str, str, tuple[int, ...], Array]]]:
     """Metadata of a GGUF file, and its tensors: name, format, shape, stored bytes (mapped).
 
@@ -217,7 +217,7 @@ def read_stored(
         No such file, or not a readable GGUF file.
     """
     if not path.is_file():
-        raise ModelError(f"{path}: there is no such file. {ALTERNATIVES}")
+        raise ModelError(f"{path}: there is no such file. {ways_on}")
     check_installed("gguf")
     from gguf import GGUFReader
 
@@ -228,7 +228,7 @@ def read_stored(
     except Exception as error:  # the parser meets damage as whatever the bytes make of it
         raise ModelError(
             f"{path}: not a readable GGUF file; it is damaged, cut short or of another kind "
-            f"({type(error).__name__}: {error}). Fetch it again. {ALTERNATIVES}"
+            f"({type(error).__name__}: {error}). Fetch it again. {ways_on}"
         ) from error
     return metadata, stored
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import expect
 from ..cache.planes import Planes
 from ..closing import Closing
 from ..errors import CapacityExceeded, CaptureError, ClosedError, MemraError, RewindRefused
@@ -99,16 +100,20 @@ class DraftChain(Closing):
             Most drafts of a round.
         fill : callable, optional
             ``fill(stream, tokens, position)`` appends rows of known tokens and moves the counters;
-            used for a prompt, and for a lag that is longer than the feed.
+            used for a prompt, and for a lag that is longer than the feed. A chain that follows a
+            target needs none: the rows are there, and only the counters are moved.
         p_min : float, optional
             Stop drafting at a token that is less probable; costs one read per step.
         token_map : Buffer, optional
             i32[n]: the target's token for each of the n tokens that the draft's output layer
             knows; for a draft whose vocabulary is a part of the target's.
         follows : Planes, optional
-            Planes of a target each of whose passes also writes these planes' rows of its tokens, at
-            the target's positions, as it does for a head that reads its hidden states. Then a round
-            whose drafts were all right leaves no lag. The chain drafts for no other target.
+            Planes of a target (``session.planes``) each of whose passes, those over a prompt too,
+            also writes these planes' rows of its tokens, behind the target's length and before
+            that moves, as it does for a head that reads its hidden states. Then a round whose
+            drafts were all right leaves no lag. The chain drafts for no other target. It cannot
+            see whether the passes do so: where they do not, drafts are made from other rows, and
+            seldom right.
         warmups : int
             Steps run before the capture, so that every kernel is loaded. Their rows lie above the
             planes' length and are overwritten; all counters are restored.
@@ -127,6 +132,9 @@ class DraftChain(Closing):
         """
         if not 1 <= k_max <= io.k_max:
             raise MemraError(f"DraftChain: k_max {k_max} must lie in 1..{io.k_max}, that of its io")
+        if follows is not None:
+            _check_follows(planes, follows, name)
+            fill = fill or _advancing(planes, follows, name)
         if follows is not None and planes.capacity < follows.capacity:
             raise CapacityExceeded(
                 f'DraftChain "{name}": its planes of {planes.capacity} rows follow a target of '
@@ -327,6 +335,7 @@ class DraftChain(Closing):
             "k_max": self.k_max,
             "len": self.planes.len,
             "capacity": self.planes.capacity,
+            "followed": self.followed,
             "graph": self.exec.describe(),
         }
 
@@ -341,7 +350,7 @@ class DraftChain(Closing):
         if self.follows is not None and planes is not self.follows:
             raise MemraError(
                 f'DraftChain "{self.name}" follows the passes of another target, which write its '
-                "rows; make a chain for this one"
+                "rows; draft for that one, or capture a chain that follows this one's planes"
             )
 
     def _check_open(self, call: str) -> None:
@@ -351,6 +360,36 @@ class DraftChain(Closing):
     def close(self) -> None:
         """Close the executable graph; the planes and the io belong to whoever made them."""
         self.exec.close()
+
+
+def _check_follows(planes: Planes, follows: Planes, name: str) -> None:
+    """Refuse what are no planes of a target, and a target whose rows the chain's planes lack."""
+    if not all(hasattr(follows, word) for word in ("len", "capacity", "counters")):
+        raise expect.refusal("DraftChain: follows", follows, "the target's planes, session.planes")
+    if follows is planes:
+        raise MemraError(
+            f'DraftChain "{name}": its planes cannot follow themselves; give the target\'s planes'
+        )
+    if follows.len != planes.len:
+        raise MemraError(
+            f'DraftChain "{name}": the target that it follows holds {follows.len} rows, its own '
+            f"planes {planes.len}; capture the chain before the target is primed, so that every "
+            "pass writes its rows"
+        )
+
+
+def _advancing(planes: Planes, follows: Planes, name: str) -> Fill:
+    """Return a fill for rows that the target's passes have written."""
+
+    def fill(stream: Stream, tokens: Sequence[int], position: int) -> None:
+        if position + len(tokens) > follows.len:
+            raise MemraError(
+                f'DraftChain "{name}": rows up to {position + len(tokens)} are to be there, but '
+                f"the passes of its target have written {follows.len}; prime the target first"
+            )
+        planes.advance(stream, len(tokens))
+
+    return fill
 
 
 def _work_of(stream: Stream) -> dict[int, int]:

@@ -11,9 +11,10 @@ from .. import expect
 from ..closing import Closing
 from ..errors import PlaneError
 from ..kernels import speculative as kernels
+from ..runtime import Buffer
 
 if TYPE_CHECKING:
-    from ..runtime import Buffer, Device, Stream
+    from ..runtime import Device, Stream
 
 __all__ = ["HiddenRows"]
 
@@ -23,7 +24,8 @@ class HiddenRows(Closing):
 
     The target keeps the states of its rows in every pass, the head that of each guess. Both find
     their place by a position on the device, so that what a pass knows better overwrites what was
-    guessed, whichever drafts were right: nothing is selected and nothing is copied back.
+    guessed, whichever drafts were right: nothing is selected and nothing is copied back. A pass of
+    the target keeps first and takes then, for each of its rows reads the one before it.
 
     Parameters
     ----------
@@ -31,7 +33,8 @@ class HiddenRows(Closing):
     stream : Stream
         Where row 0 is cleared.
     n_positions, width : int
-        Positions of the sequence, and elements of a state.
+        Positions of the sequence, at least as many as the target's planes have rows; and elements
+        of a state. Of a position beyond nothing is kept, and NaN is taken.
     eps : float
         Added to the mean square before the root.
 
@@ -86,6 +89,9 @@ class HiddenRows(Closing):
         programmatic : bool
             Start while the kernel before still runs, on GPUs that can.
         """
+        for name, buffer in (("h", h), ("positions", positions), ("block", block)):
+            if buffer is not None or name != "block":
+                expect.kind(f"HiddenRows.keep: {name}", buffer, Buffer, "a buffer of the device")
         kernels.keep_hidden(
             stream, h, self.rows, positions, n_rows, self.eps, block=block,
             programmatic=programmatic,
@@ -100,7 +106,9 @@ class HiddenRows(Closing):
         *,
         programmatic: bool = False,
     ) -> None:
-        """Copy the states one position before those of rows; NaN for a position outside.
+        """Copy the states, as they are kept, one position before those of rows.
+
+        NaN for a position outside.
 
         Parameters
         ----------
@@ -109,6 +117,8 @@ class HiddenRows(Closing):
         out : Buffer
             f32[≥ n_rows, width]
         """
+        for name, buffer in (("positions", positions), ("out", out)):
+            expect.kind(f"HiddenRows.take: {name}", buffer, Buffer, "a buffer of the device")
         kernels.take_hidden(stream, self.rows, positions, out, n_rows, programmatic=programmatic)
 
     def close(self) -> None:

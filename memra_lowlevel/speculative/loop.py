@@ -11,7 +11,7 @@ import numpy as np
 from .. import expect
 from ..cache.planes import Planes
 from ..closing import Closing
-from ..errors import CapacityExceeded, MemraError, RingLapped, TokenError
+from ..errors import CapacityExceeded, ClosedError, MemraError, RingLapped, TokenError
 from ..graph import Graph
 from ..kernels import speculative as kernels
 from ..runtime.stream import expect_stream
@@ -101,6 +101,8 @@ class DeviceLoop(Closing):
             wanted = "an object with planes, forward"
             raise expect.refusal("DeviceLoop: target", target, wanted)
         k, n_max = expect.integer("DeviceLoop: k", k), expect.integer("DeviceLoop: n_max", n_max)
+        if chain.exec.closed:
+            raise ClosedError(f'DeviceLoop: chain "{chain.name}" was closed; capture a new one')
         low, high = -(2**31), 2**31 - 1
         end_tokens = [
             expect.integer("DeviceLoop: an end token", token, low, high) for token in end_tokens
@@ -156,6 +158,9 @@ class DeviceLoop(Closing):
             A row of logits was all NaN. What was committed before stays: the message says how many.
         """
         planes, chain, k = self.target.planes, self.chain, self.k
+        for what, exec_ in (("the loop", self.exec), (f'chain "{chain.name}"', chain.exec)):
+            if exec_.closed:
+                raise ClosedError(f"DeviceLoop.run: {what} was closed; make a new one")
         if not 1 <= n <= self.n_max:
             raise MemraError(f"DeviceLoop.run: n {n} must lie in 1..{self.n_max}")
         if not committed or planes.len != len(committed) - 1:

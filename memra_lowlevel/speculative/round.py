@@ -41,7 +41,8 @@ class Target(Protocol):
 
         Row r embeds ``tokens[r]`` (i32 token ids on the device) at position ``planes.len + r``,
         read from the planes' counters on the device; its greedy token goes to ``argmax[r]``.
-        Appends to the planes, moves no counter, allocates nothing.
+        Appends to the planes, moves no counter, allocates nothing. Where a chain follows these
+        planes, it writes the chain's rows of the same tokens as well.
         """
         ...
 

@@ -252,7 +252,7 @@ def test_heads_for_another_session_are_refused(model, device, stream):
         with pytest.raises(MemraError, match=rf"{k} drafts are verified with {k + 1} rows"):
             HeadDrafter(session, head, stream, k)
     drafter = HeadDrafter(session, head, stream, 2)
-    with pytest.raises(MemraError, match="prime the session first"):
+    with pytest.raises(MemraError, match="prime the target first"):
         drafter.chain.fill(stream, PROMPT)
     assert drafter.planes.len == 0
     drafter.close()

@@ -8,7 +8,13 @@ import pytest
 from spec_rig import PROMPT, Rig, lively_weights, poison, smollm2
 
 from memra_lowlevel.cache import KvLayer
-from memra_lowlevel.errors import CapacityExceeded, TokenError
+from memra_lowlevel.errors import (
+    ArgumentError,
+    CapacityExceeded,
+    ClosedError,
+    MemraError,
+    TokenError,
+)
 from memra_lowlevel.graph import counters
 from memra_lowlevel.speculative import ChainIo, DeviceLoop, DraftChain, SpecRound
 
@@ -420,4 +426,38 @@ def test_rounds_without_drafts_make_room_in_the_ring_too(rig, chunk, ks):
         made.check_lengths(made.tokens)
     assert made.tokens[len(PROMPT) :][:60] == expected and made.planes.kv[0].ring.base > 0
     rounds.close()
+    made.close()
+
+
+def test_what_cannot_be_followed_is_refused(rig):
+    made = Followed(rig, 2)
+    body, io, stream = made.chain.step, made.chain.io, rig.stream
+    planes = rig.planes(2, "other")
+    for follows, error, text in (
+        (made.session, ArgumentError, "session.planes"), ("x", ArgumentError, "follows"),
+        (planes, MemraError, "cannot follow themselves"),
+        (made.session.planes, MemraError, "before the target is primed"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=text):
+            DraftChain.capture(stream, body, io, planes, 2, follows=follows)
+        assert planes.len == 0
+    planes.close()
+    made.close()
+
+
+def test_closed_chains_and_loops_are_refused_before_anything_moves(rig):
+    made = Followed(rig, 2, primed=False)
+    loop = made.loop(3)
+    loop.close()
+    lengths = made.session.planes.len, made.planes.len
+    with pytest.raises(ClosedError, match=r"DeviceLoop.run: the loop was closed"):
+        loop.run(rig.stream, made.tokens, 4)
+    other = made.loop(3)
+    made.chain.close()
+    with pytest.raises(ClosedError, match=r"DeviceLoop.run: chain .* was closed"):
+        other.run(rig.stream, made.tokens, 4)
+    with pytest.raises(ClosedError, match="DeviceLoop: chain"):
+        made.loop(3)
+    assert (made.session.planes.len, made.planes.len) == lengths
+    other.close()
     made.close()

@@ -315,3 +315,18 @@ def test_refused_buffers_of_another_width(device, stream):
     for eps in ("x", None, float("inf"), True):
         with pytest.raises(MemraError, match="eps"):
             HiddenRows(device, stream, 4, 4, eps=eps)
+
+
+def test_what_are_no_buffers_is_refused_by_name(device, stream):
+    hidden, row = HiddenRows(device, stream, 4, 4), device.zeros((1, 4), F, stream)
+    position = at(device, stream, 0)
+    for name, call in (
+        ("keep: h", lambda: hidden.keep(stream, np.zeros((1, 4), F), position, 1)),
+        ("keep: positions", lambda: hidden.keep(stream, row, 3, 1)),
+        ("keep: block", lambda: hidden.keep(stream, row, position, 1, block=object())),
+        ("take: positions", lambda: hidden.take(stream, 3, row, 1)),
+        ("take: out", lambda: hidden.take(stream, position, None, 1)),
+    ):
+        with pytest.raises(ArgumentError, match=f"HiddenRows.{name}"):
+            call()
+    hidden.close()
