@@ -10,16 +10,15 @@ rows that the head guessed along are replaced in the pass that verifies them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from memra_lowlevel import expect
-from memra_lowlevel.cache import Cache, LayerPlan, ModelPlan
+from memra_lowlevel.cache import Cache, LayerPlan, ModelPlan, RowsAt
 from memra_lowlevel.closing import Closing
 from memra_lowlevel.errors import MemraError, ModelError
-from memra_lowlevel.formats import Format
 from memra_lowlevel.kernels import model as ops
 from memra_lowlevel.kernels.model import TiledMatrix
 from memra_lowlevel.runtime import Buffer, Stream
@@ -168,19 +167,6 @@ class DraftHead(Blocks):
         ops.add_product(stream, self.features, features, ws.h, n_rows, programmatic=True)
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """The head's plane, with rows that begin where the target's length is."""
-
-    k: Buffer
-    v: Buffer
-    k_format: Format
-    v_format: Format
-    rows: int
-    len_d: Buffer
-    base_d: Buffer | None
-
-
 class HeadDrafter(Closing):
     """A head that drafts for a session, and follows its passes until it is closed.
 
@@ -248,10 +234,7 @@ class HeadDrafter(Closing):
         self.io = io = ChainIo(device, config.width, k_max, session.model.config.n_vocab)
         self._made.append(io)
         (plane,) = self.planes.planes()
-        self._rows = _Rows(
-            plane.k, plane.v, plane.k_format, plane.v_format, plane.rows,
-            session.kv_layers[0].len_d, plane.base_d,
-        )  # fmt: skip
+        self._rows = RowsAt(plane, session.kv_layers[0].len_d)
 
         def step(stream: Stream) -> None:
             head.begin(stream, self.ws, self.features, self.hidden, io.tok_d, io.pos_d, 1)

@@ -60,6 +60,7 @@ from .ring import (
     swa_retain_from,
     swa_ring_rows,
 )
+from .rows_at import RowsAt
 from .snapshot import CacheSnapshot
 from .taps import DflashTapSink, HcTapSink
 
@@ -93,6 +94,7 @@ __all__ = [
     "Planes",
     "RecurLayer",
     "Recurrent",
+    "RowsAt",
     "SlidingKvCache",
     "StatePlan",
     "StreamKvDev",

@@ -27,6 +27,10 @@ PROGRAMS = {
         r"rewound to 368; the ring begins at row (3\d\d)",
         r"RewindRefused: ring: a rewind from 368 to 100",
     ],
+    "own_head": [
+        r"exact: True, .*'tokens': (4[89]|50),",
+        r"target (\d+) rows, head \1: no lag",
+    ],
     "own_draft": [
         r"exact: True, .*'tokens': (4[89]|5\d),",
         r"\d+ draft steps, 0 node updates",
