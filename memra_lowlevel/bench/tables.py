@@ -28,7 +28,7 @@ from typing import Any
 
 from ..errors import ArgumentError
 from . import agree, counters
-from .result import REPOSITORY, Result, load, ratio
+from .result import REPOSITORY, Result, Row, load, ratio
 
 __all__ = [
     "AGREEMENT", "END", "KINDS", "MARK", "OLDER", "PENDING", "Problem", "check", "documents",
@@ -234,7 +234,7 @@ def _plain(result: Result, kind: str) -> list[str]:
             _figure(row.median, row.unit),
             f"{row.spread:.1%}",
             _percent(ratio(row, rows)),
-            "" if row.goal is None else f"{'✓' if row.median <= row.goal else '✗'} {row.goal:g}",
+            _goal(row),
         ]
         for row in rows
     ]
@@ -254,9 +254,7 @@ def _rounds(result: Result, kind: str) -> list[str]:
                 _number(row.extra.get("tokens_per_round")),
                 _number(row.extra.get("tokens_per_s")),
                 "" if times is None else f"{times:.2f} ×",
-                ""
-                if row.goal is None
-                else f"{'✓' if row.median <= row.goal else '✗'} {row.goal:.4g}",
+                _goal(row),
             ]
         )
     head = ["what", "measured", "±", "tokens a round", "tokens/s", "of the step's tokens/s", "goal"]
@@ -298,9 +296,7 @@ def _attend(result: Result, kind: str) -> list[str]:
                 f"{row.spread:.1%}",
                 *(_number(row.extra.get("sustained")) for _ in unrested),
                 _percent(row.share),
-                ""
-                if row.goal is None
-                else f"{'✓' if row.median <= row.goal else '✗'} {row.goal:g}",
+                _goal(row),
                 *(_number(None if peer is None else peer.median) for peer in shown),
                 *[""] * (len(peers) - len(shown)),
             ]
@@ -320,9 +316,7 @@ def _launch(result: Result, kind: str) -> list[str]:
                 _figure(row.median, row.unit),
                 f"{row.spread:.1%}",
                 "" if share is None else f"{1 / share:.2f} ×",
-                ""
-                if row.goal is None
-                else f"{'✓' if row.median <= row.goal else '✗'} {row.goal:g}",
+                _goal(row),
             ]
         )
     return _markdown(["call", "host time", "±", "over C", "goal"], body) if body else []
@@ -410,6 +404,13 @@ def _number(value: float | None) -> str:
 
 def _figure(value: float | None, unit: str) -> str:
     return "" if value is None else f"{_number(value)} {'µs' if unit == 'us' else unit}"
+
+
+def _goal(row: Row) -> str:
+    """Return whether a row reaches its mark, and the mark; nothing for one without."""
+    if row.goal is None:
+        return ""
+    return f"{'✓' if row.median <= row.goal else '✗'} {row.goal:g}"
 
 
 def _percent(value: float | None) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ..demo import engine
@@ -52,9 +51,8 @@ def measure_texts(run: Run, name: str, model: Any) -> None:
     small = run.small
     n, n_samples = (6, 1) if small else (256, 5)
     encode = model.tokenizer.encode
-    texts = [
-        encode(q if small else model.tokenizer.chat(q)) for q in QUESTIONS[: 1 if small else 6]
-    ]
+    questions = QUESTIONS[:1] if small else map(model.tokenizer.chat, QUESTIONS)
+    texts = [encode(question) for question in questions]
     plain, samples = _plain(run, model, texts, n, n_samples)
     step = Row(f"text {name}, captured step", "us", samples)
     step.extra["tokens_per_s"] = round(1e6 / step.median, 1)
@@ -65,7 +63,7 @@ def measure_texts(run: Run, name: str, model: Any) -> None:
         samples, n_tokens, n_rounds = _rounds(run, model, head, k, texts, plain, n_samples)
         row = Row(
             f"text {name}, {kind}, {k} drafts, on the device", "us", samples,
-            baseline=step.what, goal=None if small else median(step.samples) / GOAL_TIMES,
+            baseline=step.what, goal=None if small else round(step.median / GOAL_TIMES, 1),
         )  # fmt: skip
         row.extra.update(
             tokens_per_round=round(n_tokens / n_rounds, 3),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .. import expect
+from ..runtime import Buffer
+from .kv_layer import KvLayer
+
 if TYPE_CHECKING:
     from ..formats import Format
-    from ..runtime import Buffer
-    from .kv_layer import KvLayer
 
 __all__ = ["RowsAt"]
 
@@ -33,9 +35,16 @@ class RowsAt:
     rows : int
     len_d, base_d : Buffer
         ``base_d`` is the plane's, None where it is no ring.
+
+    Raises
+    ------
+    ArgumentError
+        A plane that is no ``KvLayer``, or a length that is no buffer.
     """
 
     def __init__(self, plane: KvLayer, len_d: Buffer):
+        expect.kind("RowsAt: plane", plane, KvLayer, "a KvLayer")
+        expect.kind("RowsAt: len_d", len_d, Buffer, "a buffer of the device, as KvLayer.len_d")
         self.k: Buffer = plane.k
         self.v: Buffer = plane.v
         self.k_format: Format = plane.k_format

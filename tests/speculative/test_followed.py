@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from spec_rig import PROMPT, Rig, lively_weights, poison, smollm2
 
-from memra_lowlevel.cache import KvLayer
+from memra_lowlevel.cache import KvLayer, RowsAt
 from memra_lowlevel.errors import (
     ArgumentError,
     CapacityExceeded,
@@ -461,3 +461,15 @@ def test_closed_chains_and_loops_are_refused_before_anything_moves(rig):
     assert (made.session.planes.len, made.planes.len) == lengths
     other.close()
     made.close()
+
+
+def test_rows_at_are_of_a_plane_and_a_length_on_the_device(rig):
+    (plane,) = (planes := rig.planes(1, "plane")).planes()
+    length = rig.device.zeros(1, np.int32, rig.stream)
+    rows = RowsAt(plane, length)
+    assert rows.len_d is length and rows.k is plane.k and rows.v is plane.v
+    assert (rows.rows, rows.base_d) == (plane.rows, plane.base_d)
+    for name, bad in (("plane", (5, length)), ("plane", (planes, length)), ("len_d", (plane, 5))):
+        with pytest.raises(ArgumentError, match=f"RowsAt: {name}"):
+            RowsAt(*bad)
+    planes.close()
