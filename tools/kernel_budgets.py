@@ -30,7 +30,8 @@ ARCHS = ("sm_80", "sm_90")
 
 KINDS = {
     "int8 tensor cores": r"IMMA|IGMMA",
-    "half tensor cores": r"HMMA|HGMMA",
+    "half tensor cores": r"(HMMA|HGMMA)(?!.*\bTF32\b)",
+    "tf32 tensor cores": r"(HMMA|HGMMA).*\bTF32\b",
     "bulk copy": r"UBLKCP|UTMALDG|UBLKPF",
     "asynchronous copy": r"LDGSTS",
     "128-bit load": r"LDG\..*\b128\b",

@@ -5,9 +5,11 @@
 //                   b[0] B[2t..2t+1][g]    b[1] B[2t+8..2t+9][g]
 //   m16n8k32 (s8)   a[0] A[g][4t..4t+3]    a[1] A[g+8][4t..]   a[2] A[g][4t+16..]  a[3] A[g+8][4t+16..]
 //                   b[0] B[4t..4t+3][g]    b[1] B[4t+16..4t+19][g]
-//   both            d[0] D[g][2t]   d[1] D[g][2t+1]   d[2] D[g+8][2t]   d[3] D[g+8][2t+1]
+//   m16n8k8 (tf32)  a[0] A[g][t]   a[1] A[g+8][t]   a[2] A[g][t+4]   a[3] A[g+8][t+4]
+//                   b[0] B[t][g]   b[1] B[t+4][g]
+//   all             d[0] D[g][2t]   d[1] D[g][2t+1]   d[2] D[g+8][2t]   d[3] D[g+8][2t+1]
 //
-// The f16 product is summed in no defined order on a GPU (the host sums exactly and rounds once):
+// The f16 and tf32 products are summed in no defined order on a GPU (the host sums exactly and rounds once):
 // compare with a tolerance. The s8 products are exact in both worlds; mma_m16n8k32_s8u8 has B of u8. Needs sm_80; all 32 lanes take
 // part.
 #pragma once
@@ -47,6 +49,21 @@ static __device__ __forceinline__ void mma_m16n8k16_bf16(float* d, const uint32_
 #if __CUDA_ARCH__ >= 800
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%10,%11,%12,%13};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]),
+        "f"(c[2]), "f"(c[3]));
+#else
+  __trap();
+#endif
+}
+
+// a and b are f32 without their lower 13 bits, which are cut off here, not rounded.
+static __device__ __forceinline__ void mma_m16n8k8_tf32(float* d, const uint32_t* a,
+                                                        const uint32_t* b, const float* c) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
       "{%10,%11,%12,%13};"
       : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]),
@@ -133,6 +150,8 @@ inline double decode_bf16(uint32_t word, int e) {
   return double(bit_cast<float>(((word >> (16 * e)) & 0xffff) << 16));
 }
 
+inline double decode_tf32(uint32_t word, int) { return double(bit_cast<float>(word & 0xffffe000u)); }
+
 inline int64_t decode_s8(uint32_t word, int e) { return int8_t(word >> (8 * e)); }
 inline int64_t decode_u8(uint32_t word, int e) { return uint8_t(word >> (8 * e)); }
 
@@ -141,6 +160,9 @@ inline void combine_f16(uint8_t (*cells)[32], uint32_t) {
 }
 inline void combine_bf16(uint8_t (*cells)[32], uint32_t) {
   multiply_tiles<16, 2, double>(cells, decode_bf16, decode_bf16);
+}
+inline void combine_tf32(uint8_t (*cells)[32], uint32_t) {
+  multiply_tiles<8, 1, double>(cells, decode_tf32, decode_tf32);
 }
 inline void combine_s8u8(uint8_t (*cells)[32], uint32_t) {
   multiply_tiles<32, 4, int64_t>(cells, decode_s8, decode_u8);
@@ -173,6 +195,8 @@ inline void mma(const Site* site, WarpCombine combine, T* d, const uint32_t* a, 
   memra::mma<double, float>(MEMRA_SITE, memra::combine_f16, d, a, b, c)
 #define mma_m16n8k16_bf16(d, a, b, c) \
   memra::mma<double, float>(MEMRA_SITE, memra::combine_bf16, d, a, b, c)
+#define mma_m16n8k8_tf32(d, a, b, c) \
+  memra::mma<double, float>(MEMRA_SITE, memra::combine_tf32, d, a, b, c)
 #define mma_m16n8k32_s8(d, a, b, c) \
   memra::mma<int64_t, int32_t>(MEMRA_SITE, memra::combine_s8, d, a, b, c)
 #define mma_m16n8k32_s8u8(d, a, b, c) \

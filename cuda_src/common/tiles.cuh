@@ -20,12 +20,12 @@ constexpr int TILE_ROWS = 32;
 constexpr int TILE_COLS = 32;
 
 // Codes to floats, exact on both devices, so the two bodies give the same bits.
-#if MEMRA_CUDA
 // A byte under the exponent of 2^23 is the float 2^23 + byte: one permute and one add, where a
 // conversion instruction runs at a fraction of that rate.
 __device__ __forceinline__ float byte_to_f32(uint32_t word, uint32_t i, float bias) {
     return __uint_as_float(__byte_perm(word, 0x4B000000u, 0x7650u | i)) - bias;
 }
+#if MEMRA_CUDA
 __device__ __forceinline__ void codes_i8(const uint4& v, float* c) {
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -75,8 +75,27 @@ __device__ __forceinline__ void codes_u4(const uint4& v, float* c) {
 
 // fetch(block, row): the stored 32 weights of one row of one block, in pieces of 16 bytes.
 // decode(w): the same as floats.
+// Quarter: columns 8 * q ... 8 * q + 7 of a row as scale() * factor + offset(). factors(v): the factors. SHORT:
+// whether those have 11 significant bits or fewer, as what tensor cores multiply; SCALED, OFFSET: whether there
+// is a scale, and an offset.
 struct TileF32 {
     static constexpr int BYTES = 4096;
+    struct Quarter {
+        static constexpr bool SHORT = false, SCALED = false, OFFSET = false;
+        float4 pieces[2];
+        __device__ __forceinline__ void fetch(const uint8_t* block, int row, int q) {
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                pieces[i] = *reinterpret_cast<const float4*>(block + 512 * (2 * q + i) + 16 * row);
+        }
+        __device__ __forceinline__ void factors(float* w, int) const {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                w[4 * i] = pieces[i].x, w[4 * i + 1] = pieces[i].y;
+                w[4 * i + 2] = pieces[i].z, w[4 * i + 3] = pieces[i].w;
+            }
+        }
+    };
     const uint8_t* at;  // 128 bytes would crowd the registers: they are read when they are decoded
     __device__ __forceinline__ void fetch(const uint8_t* block, int row) { at = block + 16 * row; }
     __device__ __forceinline__ void decode(float* w) const {
@@ -91,8 +110,26 @@ struct TileF32 {
     }
 };
 
+// Eight f16 of a piece as floats.
+__device__ __forceinline__ void halves(const uint4& piece, float* w) {
+    const uint32_t words[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        w[2 * j] = f16_to_f32(uint16_t(words[j] & 0xFFFFu));
+        w[2 * j + 1] = f16_to_f32(uint16_t(words[j] >> 16));
+    }
+}
+
 struct TileF16 {
     static constexpr int BYTES = 2048;
+    struct Quarter {
+        static constexpr bool SHORT = true, SCALED = false, OFFSET = false;
+        uint4 piece;
+        __device__ __forceinline__ void fetch(const uint8_t* block, int row, int q) {
+            piece = *reinterpret_cast<const uint4*>(block + 512 * q + 16 * row);
+        }
+        __device__ __forceinline__ void factors(float* w, int) const { halves(piece, w); }
+    };
     uint4 pieces[4];
     __device__ __forceinline__ void fetch(const uint8_t* block, int row) {
 #pragma unroll
@@ -101,19 +138,27 @@ struct TileF16 {
     }
     __device__ __forceinline__ void decode(float* w) const {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const uint32_t words[4] = {pieces[i].x, pieces[i].y, pieces[i].z, pieces[i].w};
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                w[8 * i + 2 * j] = f16_to_f32(uint16_t(words[j] & 0xFFFFu));
-                w[8 * i + 2 * j + 1] = f16_to_f32(uint16_t(words[j] >> 16));
-            }
-        }
+        for (int i = 0; i < 4; i++) halves(pieces[i], w + 8 * i);
     }
 };
 
 struct TileQ8_0 {
     static constexpr int BYTES = 1088;
+    struct Quarter {
+        static constexpr bool SHORT = true, SCALED = true, OFFSET = false;
+        uint2 codes;
+        uint16_t d;
+        __device__ __forceinline__ void fetch(const uint8_t* block, int row, int q) {
+            codes = *reinterpret_cast<const uint2*>(block + 512 * (q / 2) + 16 * row + 8 * (q % 2));
+            d = *reinterpret_cast<const uint16_t*>(block + 1024 + 2 * row);
+        }
+        __device__ __forceinline__ void factors(float* w, int) const {
+            const uint32_t words[2] = {codes.x ^ 0x80808080u, codes.y ^ 0x80808080u};
+#pragma unroll
+            for (int i = 0; i < 8; i++) w[i] = byte_to_f32(words[i / 4], i % 4, 8388736.0f);
+        }
+        __device__ __forceinline__ float scale() const { return f16_to_f32(d); }
+    };
     uint4 codes[2];
     uint16_t d;
     __device__ __forceinline__ void fetch(const uint8_t* block, int row) {
@@ -133,6 +178,26 @@ struct TileQ8_0 {
 
 struct TileQ4_1 {
     static constexpr int BYTES = 640;
+    struct Quarter {
+        static constexpr bool SHORT = true, SCALED = true, OFFSET = true;
+        uint2 codes;
+        uint32_t dm;
+        __device__ __forceinline__ void fetch(const uint8_t* block, int row, int q) {
+            codes = *reinterpret_cast<const uint2*>(block + 16 * row + 8 * (q % 2));
+            dm = *reinterpret_cast<const uint32_t*>(block + 512 + 4 * row);
+        }
+        // Codes about their middle, so that scale and offset cancel each other less.
+        __device__ __forceinline__ void factors(float* w, int q) const {
+            const int shift = 4 * (q / 2);
+            const uint32_t words[2] = {(codes.x >> shift) & 0x0F0F0F0Fu, (codes.y >> shift) & 0x0F0F0F0Fu};
+#pragma unroll
+            for (int i = 0; i < 8; i++) w[i] = byte_to_f32(words[i / 4], i % 4, 8388616.0f);
+        }
+        __device__ __forceinline__ float scale() const { return f16_to_f32(uint16_t(dm & 0xFFFFu)); }
+        __device__ __forceinline__ float offset() const {
+            return fmaf(8.0f, scale(), f16_to_f32(uint16_t(dm >> 16)));
+        }
+    };
     uint4 codes;
     uint32_t dm;
     __device__ __forceinline__ void fetch(const uint8_t* block, int row) {

@@ -4,7 +4,6 @@
 #include "common/product.cuh"
 
 constexpr int OUTS = 32;  // one block of a cache row
-constexpr int ACROSS = 2;
 constexpr int PAIRS = OUTS / 2;
 
 struct Turn {
@@ -24,7 +23,7 @@ __device__ __forceinline__ void store_block(const float* x, Side side, int64_t p
     store_quarter<F>(packed, to, g);
 }
 
-// grid (n_out / 32, ceil(n_rows / group)); shared f32 [group, 32], [group, n_slices, 32],
+// grid (n_out / 32, ceil(n_rows / group)); shared f32 [group, 32], [group, n_slices, 40],
 // [group, n_slices].
 //   w        tiles of [n_out, 32 * n_blocks]: columns column ... column + n_out of q | k | v
 //   h, gain  f32 [n_rows, 32 * n_blocks], f32 [32 * n_blocks]
@@ -36,7 +35,7 @@ __device__ __forceinline__ void store_block(const float* x, Side side, int64_t p
 // A rotation pair is two neighbouring columns, the pairing of Llama weights as GGUF stores them. Past
 // the table the rotated values are NaN: nothing is read out of bounds, nothing looks right.
 template <class Tile, int KF, int VF>
-__global__ void __launch_bounds__(576)
+__global__ void __launch_bounds__(MOST_THREADS<576>)
     qkv_rows(const uint8_t* __restrict__ w, const float* h, const float* __restrict__ gain,
              const float* __restrict__ angles, const int32_t* pos_d, float* q, uint8_t* k_plane,
              uint8_t* v_plane, const int32_t* len_d, const int32_t* NULLABLE base_d,
@@ -49,7 +48,7 @@ __global__ void __launch_bounds__(576)
     const Cut cut = {n_blocks, slice_blocks, n_slices};
     const float* x = h + size_t(first_row) * n_blocks * TILE_COLS;
     float* parts = staged + rows * OUTS;
-    float* squares = parts + size_t(rows) * n_slices * OUTS;
+    float* squares = parts + size_t(rows) * n_slices * PITCH<OUTS>;
     admit_successor();
     const int first = column + blockIdx.x * OUTS;  // q_dim and kv_dim are whole blocks
     const auto rotated = [&](int pair) {
@@ -68,10 +67,11 @@ __global__ void __launch_bounds__(576)
         return Turn{turn[0], turn[1]};
     };
 
-    Product<OUTS, ACROSS, true, Tile> product(w, blockIdx.x * OUTS, cut, gain, threadIdx.x, blockDim.x);
+    Product<OUTS, false, true, Weights<Tile, Tile>> product(of_matrix<Tile>(w, blockIdx.x * OUTS, n_blocks), cut, gain,
+                                                     threadIdx.x, blockDim.x);
     product.run(x, rows, parts, squares, early);
-    typedef Sums<OUTS, ACROSS, 2, 5> Adders;
-    const Adders adders = {cut};
+    typedef Sums<OUTS, 2, 9> Adders;
+    const Adders adders = {n_slices};
     const unsigned pairs = rows * PAIRS;
     const auto turn_at = [&](unsigned number) {
         const unsigned at = Adders::sum_at(number);

@@ -51,10 +51,14 @@ __all__ = [
 ]
 
 _TILES = tuple(f.tile for f in TILE_FORMATS.values())
-_ROUNDING = "f32 sums in a fixed order; "
-_PRODUCT_EDGES = (
+_ROUNDING = "activations to 2^-21 on tensor cores, f32 sums in a fixed order; "
+_MATRIX_EDGES = (
     "1 to 17 rows and more", "a last tile that is not full", "one block of columns",
-    "slices of several blocks", "a slice that is not full", "more units than threads",
+    "a row of NaN", "infinite activations", "infinite weights", "infinite and NaN scales",
+)  # fmt: skip
+_PRODUCT_EDGES = (
+    *_MATRIX_EDGES, "slices of several blocks", "a slice that is not full",
+    "more slices than warps",
 )  # fmt: skip
 
 registry.register(
@@ -77,9 +81,8 @@ registry.register(
         oracle="memra_lowlevel.reference.model:qkv_rows",
         tolerance=Tolerance("relative", 2e-6, _ROUNDING + "relative to the sum of |w g x| / rms"),
         edges=(*_PRODUCT_EDGES, "position 0", "positions past the table", "part of a head rotated",
-               "q, k and v apart", "no room in the plane", "base of a ring", "a row of NaN"),
+               "q, k and v apart", "no room in the plane", "base of a ring"),
         hot=True,
-        same_bits=True,
         pdl="waits",
     ),
     KernelSpec(
@@ -89,9 +92,8 @@ registry.register(
         instances=tuple({"tile": t} for t in _TILES),
         oracle="memra_lowlevel.reference.model:add_product",
         tolerance=Tolerance("relative", 2e-6, _ROUNDING + "relative to |h| + the sum of |w x|"),
-        edges=(*_PRODUCT_EDGES, "one output", "non-finite scales"),
+        edges=(*_PRODUCT_EDGES, "one output"),
         hot=True,
-        same_bits=True,
         pdl="waits",
     ),
     KernelSpec(
@@ -113,7 +115,7 @@ registry.register(
         instances=tuple({"tile": t} for t in _TILES),
         oracle="memra_lowlevel.reference.model:logits_rows",
         tolerance=Tolerance("relative", 2e-6, _ROUNDING + "relative to the sum of |w g x| / rms"),
-        edges=(*_PRODUCT_EDGES, "ties", "NaN"),
+        edges=(*_MATRIX_EDGES, "more tiles than warps", "ties"),
         hot=True,
         pdl="waits",
     ),
@@ -131,12 +133,20 @@ registry.register(
 
 #: Shared memory that the rows of one launch may take together; more rows go to further blocks.
 _SHARED_BYTES = 48 << 10
-_FEW, _TILE = 8, 32  # outputs of a block of threads
-#: Threads that keep a multiprocessor's way from the cache to its registers full.
+#: Outputs of a block of threads, sums of each slice, and further floats of shared memory a row.
+_BLOCKS = {
+    "add_product": (16, 16, 0),
+    "gate_up_rows": (16, 32, 0),
+    "qkv_rows": (32, 32, 32),
+}
+#: Threads that keep a multiprocessor busy.
 _BUSY_THREADS = 576
-#: Most slices of the columns: as many threads as a block has room for, but for the logits, where
-#: the matrix is large and few blocks must be enough to fill a device.
-_SLICES = {"add_product": 64, "gate_up_rows": 20, "qkv_rows": 18, "logits_rows": 2}
+#: Rows that cost little more than one: see common/tensor_tile.cuh.
+_ROWS_AT_ONCE = 4
+#: Tiles of 32 logits that a block of threads has, a warp each.
+_TILES_AT_ONCE = 4
+#: Most slices of the columns, each of which is a warp's.
+_SLICES = {"add_product": 24, "gate_up_rows": 18, "qkv_rows": 18}
 
 
 class KvRows(Protocol):
@@ -394,11 +404,19 @@ def logits_rows(
     for name, buffer in (("values", values), ("ids", ids), ("sums", sums)):
         if buffer is not None:
             _need("logits_rows", name, buffer, n_rows * matrix.n_tiles)
-    cut = _Cut(stream.device, "logits_rows", matrix, n_rows, programmatic)
+    n_blocks = matrix.n_in // 32
+    cuda = stream.device.kind == "cuda"
+    n_warps = _TILES_AT_ONCE if cuda else 1
+    floats = matrix.n_in + n_blocks + 33 * n_warps
+    group = max(1, min(n_rows, _SHARED_BYTES // (4 * floats), 2 * _ROWS_AT_ONCE))
+    config = LaunchConfig(
+        (-(-matrix.n_tiles // n_warps), -(-n_rows // group), 1), (32 * n_warps, 1, 1),
+        4 * floats * group, programmatic=starts_early(stream.device, programmatic),
+    )  # fmt: skip
     launch(
-        stream, cut.config, _kernel(stream.device, "logits_rows", tile=matrix.tile),
-        matrix.tiles, h, gain, logits, values, ids, sums, n_rows, cut.group, matrix.n_out,
-        cut.n_blocks, cut.slice_blocks, cut.n_slices, cut.share, eps,
+        stream, config, _kernel(stream.device, "logits_rows", tile=matrix.tile),
+        matrix.tiles, h, gain, logits, values, ids, sums, n_rows, group, matrix.n_out,
+        n_blocks, 1.0 / matrix.n_in, eps,
     )  # fmt: skip
 
 
@@ -472,32 +490,33 @@ class _Cut:
         self.share = 1.0 / matrix.n_in  # of a column in a mean
         self.slice_blocks = slice_blocks(matrix.n_in, _SLICES[kernel])
         n_slices = self.n_slices = -(-self.n_blocks // self.slice_blocks)
-        # outputs, slices of a warp, products, shared floats per row
-        outs, across, products, floats = {
-            "add_product": (_FEW, 4, 1, n_slices * _FEW),
-            "gate_up_rows": (_FEW, 4, 2, n_slices * (2 * _FEW + 1)),
-            "qkv_rows": (_TILE, 2, 1, _TILE + n_slices * (_TILE + 1)),
-            "logits_rows": (
-                _TILE, 1, 1, matrix.n_in + _TILE + n_slices * _TILE + self.n_blocks
-            ),
-        }[kernel]  # fmt: skip
-        # A unit per thread where threads run side by side, and whole warps; on the host each thread
-        # costs its barriers.
-        units = -(-n_slices // across) * across * outs
-        threads = products * units if device.kind == "cuda" else 32
+        outs, sums, floats = _BLOCKS[kernel]
+        floats += n_slices * (sums + 8 + (kernel != "add_product"))
+        # A slice per warp where threads run side by side; on the host each costs its barriers.
+        threads = min(32 * n_slices, _most_threads(device))
         blocks = -(-matrix.n_out // outs)
-        self.group = max(1, min(n_rows, _SHARED_BYTES // (4 * floats)))
+        most_rows = _SHARED_BYTES // (4 * floats)
+        self.group = max(1, min(n_rows, most_rows))
         if device.kind == "cuda":
-            # A block takes its rows one after the other: where multiprocessors have nothing to do,
-            # other blocks read the same weights for some of them.
+            # A block takes its rows one after the other, four at a time: where multiprocessors have
+            # nothing to do, other blocks read the same weights for some of them.
             most = device.limits.n_sms * max(1, _BUSY_THREADS // threads)
-            self.group = max(1, min(self.group, -(-n_rows // max(1, most // blocks))))
+            steps = -(-n_rows // _ROWS_AT_ONCE)
+            few = -(-steps // max(1, most // blocks)) * _ROWS_AT_ONCE
+            self.group = max(1, min(most_rows // _ROWS_AT_ONCE * _ROWS_AT_ONCE, few, n_rows))
         self.config = LaunchConfig(
             (blocks, -(-n_rows // self.group), 1),
             (threads, 1, 1),
             4 * floats * self.group,
             programmatic=starts_early(device, programmatic),
         )
+
+
+def _most_threads(device: Device) -> int:
+    """Most threads of a block of a product; see common/product.cuh."""
+    if device.kind != "cuda":
+        return 32
+    return 1024 if 80 <= int(device.arch[3:]) < 120 else 512
 
 
 def _kernel(device: Device, name: str, **template: str) -> Kernel:

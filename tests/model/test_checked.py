@@ -23,9 +23,9 @@ ORDERS = ("forward", "reverse", "random")
 EPS = F(1e-5)
 #: Threads of a block: some have several units, and some none.
 THREADS = 96
-#: Rows of a launch, and of a block of threads.
-ROWS, GROUP = 3, 2
-#: Columns: a last slice that is not full, and more slices than the four that are added at the end.
+#: Rows of a launch, and of a block of threads: more than the four that tensor cores take at a time.
+ROWS, GROUP = 6, 5
+#: Columns: a last slice that is not full, and more slices than warps and than running sums.
 N_IN = 352
 BLOCKS, SLICES, SHARE = N_IN // 32, 6, F(1 / N_IN)
 
@@ -48,8 +48,14 @@ def tiles(format, n_out, n_in):
     return tile_rows(stored.view(np.uint8).reshape(n_out, -1), format)
 
 
+def on_tensor_cores(source):
+    """The text of a source whose products have the body of newer GPUs on the host device too."""
+    text = source if "\n" in source else (cuda_src_root() / source).read_text()
+    return f"#define MEMRA_TENSOR 1\n{text}"
+
+
 def kernel(source, entry, check=True, threads=THREADS, **options):
-    """A launch of three rows, two at a time; columns in slices of two blocks."""
+    """A launch of all rows, GROUP at a time; columns in slices of two blocks."""
     run = runner.quick(source, entry, check=check)
 
     def launch(blocks, shared_floats, *args):
@@ -60,45 +66,47 @@ def kernel(source, entry, check=True, threads=THREADS, **options):
 
 
 def run_project(format, source="model/project.cu", n_in=N_IN, **options):
-    h, n_out = normal(ROWS, 12), 12
+    h, n_out = normal(ROWS, 20), 20
     launch = kernel(source, f"add_product<{TILE_FORMATS[format].tile}>", **options)
     launch(
-        2, 8 * SLICES, tiles(format, n_out, n_in), normal(ROWS, n_in), h, I(ROWS), I(GROUP),
+        2, 24 * SLICES, tiles(format, n_out, n_in), normal(ROWS, n_in), h, I(ROWS), I(GROUP),
         I(n_out), I(n_in // 32), I(2), I(SLICES),
     )  # fmt: skip
     return h
 
 
 def run_gated(gate, up, source="model/gated.cu", n_in=N_IN, **options):
-    out, n_ff = poisoned(ROWS, 12), 12
+    out, n_ff = poisoned(ROWS, 20), 20
     entry = f"gate_up_rows<{TILE_FORMATS[gate].tile}, {TILE_FORMATS[up].tile}>"
     kernel(source, entry, **options)(
-        2, 16 * SLICES + BLOCKS, tiles(gate, n_ff, n_in), tiles(up, n_ff, n_in), normal(ROWS, n_in),
+        2, 41 * SLICES, tiles(gate, n_ff, n_in), tiles(up, n_ff, n_in), normal(ROWS, n_in),
         normal(n_in), out, I(ROWS), I(GROUP), I(n_ff), I(n_in // 32), I(2), I(SLICES), SHARE, EPS,
     )  # fmt: skip
     return out
 
 
 def run_qkv(format, source="model/qkv.cu", n_in=N_IN, **options):
-    q, k, v = poisoned(ROWS, 64), np.full((5, 68), 255, "u1"), np.full((5, 48), 255, "u1")
-    angles = oracle.rope_angles(10, 64, 1e4).astype(F)
+    q, k, v = poisoned(ROWS, 64), np.full((8, 68), 255, "u1"), np.full((8, 48), 255, "u1")
+    angles = oracle.rope_angles(13, 64, 1e4).astype(F)
     entry = f"qkv_rows<{TILE_FORMATS[format].tile}, Q8_0, Q5_1>"
     kernel(source, entry, **options)(
-        6, 32 * (SLICES + 1) + BLOCKS, tiles(format, 192, n_in), normal(ROWS, n_in), normal(n_in),
+        6, 32 + 41 * SLICES, tiles(format, 192, n_in), normal(ROWS, n_in), normal(n_in),
         angles, np.array([8], I), q, k, v, np.array([13], I), np.array([12], I), I(ROWS), I(GROUP),
-        I(0), I(64), I(64), I(64), I(64), I(10), I(5), I(n_in // 32), I(2), I(SLICES), SHARE, EPS,
+        I(0), I(64), I(64), I(64), I(64), I(13), I(8), I(n_in // 32), I(2), I(SLICES), SHARE, EPS,
     )  # fmt: skip
-    assert (k[[0, 4]] == 255).all() and (v[[0, 4]] == 255).all()
+    assert (k[[0, 7]] == 255).all() and (v[[0, 7]] == 255).all()
     return np.concatenate([a.view(np.uint8).reshape(-1) for a in (q, k, v)])
 
 
 def run_logits(format, source="model/logits.cu", n_in=N_IN, threads=64, **options):
     logits, values = poisoned(ROWS, 70), poisoned(ROWS, 3)
     ids, sums = poisoned(ROWS, 3, dtype=I), poisoned(ROWS, 3)
+    n_warps = threads // 32
     entry = f"logits_rows<{TILE_FORMATS[format].tile}>"
     kernel(source, entry, threads=threads, **options)(
-        3, n_in + 32 * 4 + BLOCKS, tiles(format, 70, n_in), normal(ROWS, n_in), normal(n_in),
-        logits, values, ids, sums, I(ROWS), I(GROUP), I(70), I(n_in // 32), I(4), I(3), SHARE, EPS,
+        -(-3 // n_warps), n_in + BLOCKS + 33 * n_warps, tiles(format, 70, n_in),
+        normal(ROWS, n_in), normal(n_in), logits, values, ids, sums, I(ROWS), I(GROUP), I(70),
+        I(n_in // 32), SHARE, EPS,
     )  # fmt: skip
     assert not np.isnan(logits).any()
     return np.concatenate([logits, values, ids.view(F), sums], axis=1)
@@ -122,18 +130,35 @@ def run_embed(format, check=True, **options):
     return h
 
 
-RUNS = {
-    "pick": run_pick,
+#: The products, which have two bodies.
+PRODUCTS = {
     "gated f32 q4_1": lambda **o: run_gated("f32", "q4_1", **o),
     **{f"gated {f}": lambda f=f, **o: run_gated(f, f, **o) for f in TILE_FORMATS},
     **{
         f"{name} {f}": lambda f=f, run=run, **o: run(f, **o)
         for f in TILE_FORMATS
         for name, run in (
-            ("project", run_project), ("qkv", run_qkv), ("logits", run_logits), ("embed", run_embed)
+            ("project", run_project), ("qkv", run_qkv), ("logits", run_logits)
         )
     },
 }  # fmt: skip
+FILES = {name: f"model/{name}.cu" for name in ("project", "gated", "qkv", "logits")}
+
+
+def _tensor(name):
+    def run(source=None, **options):
+        text = on_tensor_cores(source or FILES[name.split()[0]])
+        return PRODUCTS[name](source=text, **options)
+
+    return run
+
+
+RUNS = {
+    "pick": run_pick,
+    **{f"embed {f}": lambda f=f, **o: run_embed(f, **o) for f in TILE_FORMATS},
+    **PRODUCTS,
+    **{f"{name} tensor": _tensor(name) for name in PRODUCTS},
+}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -145,11 +170,24 @@ def test_clean_in_check_mode_and_the_same_bits_in_any_order(name):
     assert RUNS[name](check=False, workers=2).tobytes() == plain.tobytes()
 
 
-@pytest.mark.parametrize("name", [n for n in RUNS if n.endswith("q4_1") and "embed" not in n])
+@pytest.mark.parametrize("name", [n for n in RUNS if n.split()[0] in FILES])
 def test_the_number_of_threads_changes_no_bit(name):
+    """One warp, several, and more than there is work for."""
     wanted = RUNS[name](check=False)
-    for threads in (32, 64, 256) if "logits" not in name else (1, 32, 64):
+    for threads in (32, 64, 256) if "logits" not in name else (32, 96, 128):
         assert RUNS[name](check=False, threads=threads).tobytes() == wanted.tobytes(), threads
+
+
+@pytest.mark.parametrize("name", [n for n in PRODUCTS if "logits" not in n])
+def test_fetching_the_next_weights_early_changes_no_bit(name):
+    """Each kernel says for itself whether it does; here each does the contrary."""
+    path = FILES[name.split()[0]]
+    text, n = re.subn(
+        r"\bProduct<OUTS, ([^,]+),", r"Product<OUTS, !(\1),", (cuda_src_root() / path).read_text()
+    )
+    assert n == 1
+    contrary = RUNS[f"{name} tensor"](source=text)
+    assert contrary.tobytes() == RUNS[f"{name} tensor"](check=False).tobytes()
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -195,21 +233,26 @@ def test_every_barrier_is_known():
         assert len(_barriers(path.stem)) == len(_without(path.stem)) == n, path
 
 
+@pytest.mark.parametrize("body", ["", " tensor"], ids=["lanes", "tensor"])
 @pytest.mark.parametrize(("name", "which"), MUTANTS)
-def test_every_barrier_is_needed(name, which):
+def test_every_barrier_is_needed(name, which, body):
     source = _without(name)[which]
     with pytest.raises((errors.DataRace, errors.UninitialisedRead)):
         for run in SOURCES[name][0]:
             for order in ("forward", "reverse"):
-                RUNS[run](source=source, order=order)
+                RUNS.get(run + body, RUNS[run])(source=source, order=order)
 
 
 WAITING = [name for name in MODEL if registry.spec(name).pdl == "waits"]
 PTX = re.compile(r"\.entry (\w+)\(.*?\n}", re.DOTALL)
+#: How a lane fetches eight weights: the width of a piece, and pieces.
+FETCHES = {"TileF32": ("v4", 2), "TileF16": ("v4", 1), "TileQ8_0": ("v2", 1), "TileQ4_1": ("v2", 1)}
+#: Times eight weights that a lane fetches before the wait, at least: for 16 outputs, or 32.
+EIGHTS = {"add_product": 2, "gate_up_rows": 4, "qkv_rows": 4, "logits_rows": 4}
 
 
 def test_kernels_that_may_start_early_wait_before_they_touch_what_moves():
-    """In PTX: one admission, then the wait, and before it nothing but constant loads."""
+    """In PTX: one admission, then the wait; before it weights are fetched, and nothing else."""
     assert len(WAITING) == 5
     for name in WAITING:
         spec = registry.spec(name)
@@ -225,8 +268,10 @@ def test_kernels_that_may_start_early_wait_before_they_touch_what_moves():
             assert sum("griddepcontrol.launch_dependents" in line for line in lines) == 1
             assert not moves(before_wait(lines)), expression
             assert moves(before_wait([x for x in lines if "griddepcontrol.wait" not in x]))
-            if name != "pick_rows" and "F32" not in expression:
-                assert any("ld.global.nc.v4" in line for line in before_wait(lines)), expression
+            if name != "pick_rows":
+                width, pieces = FETCHES[re.search("Tile[A-Z0-9_]+", expression)[0]]
+                fetched = sum(f"ld.global.nc.{width}" in line for line in before_wait(lines))
+                assert fetched >= EIGHTS[name] * pieces, expression
 
 
 def moves(lines):

@@ -1,0 +1,80 @@
+"""Faults planted in the body for tensor cores: the tests of its values must notice each."""
+
+import numpy as np
+import pytest
+import tensor_cores
+import test_kernels as values
+from conftest import Bench
+
+from memra_lowlevel import Device
+from memra_lowlevel.compile import cuda_src_root
+
+
+@pytest.fixture(scope="module")
+def device():
+    with Device("host") as opened:
+        yield opened
+
+
+@pytest.fixture
+def bench(device, stream):
+    return Bench(device, stream)
+
+
+def sums(format, n_in=96):
+    return lambda bench, rng: values.test_add_product(bench, rng, format, (33, n_in))
+
+
+def scales(format):
+    return lambda bench, rng: values.test_a_scale_that_is_not_finite_leaves_no_number(
+        bench, rng, format
+    )
+
+
+#: What is wrong, the header, its text and the fault, and who notices.
+FAULTS = (
+    ("activations without their rest", "tensor_tile.cuh",
+     "g % 2 != 0 ? UPPER_BITS : 0u", "g % 2 != 0 ? 0xFFFFFFFFu : 0u", sums("f16")),
+    ("weights without their rest", "tensor_tile.cuh",
+     ": __float_as_uint(whole - __uint_as_float(a[i] & UPPER_BITS))", ": 0u", sums("f32")),
+    ("a rest beside an infinity", "tensor_tile.cuh",
+     "infinite(upper) ? upper : upper + rest", "upper + rest",
+     lambda bench, rng: values.test_infinite_activations(bench, rng, "f16")),
+    ("a rest beside an infinite weight", "tensor_tile.cuh",
+     "infinite(upper) ? upper : upper + rest", "upper + rest",
+     lambda bench, rng: values.test_infinite_weights(bench, rng, "f32")),
+    ("infinite scales of q8_0 are multiplied", "tensor_tile.cuh",
+     "if (infinite(stored.scale())) sum = NAN_F32;", ";", scales("q8_0")),
+    ("infinite scales of q4_1 are multiplied", "tensor_tile.cuh",
+     "if (infinite(stored.scale())) sum = NAN_F32;", ";", scales("q4_1")),
+    ("offsets of codes about zero", "tiles.cuh",
+     "return fmaf(8.0f, scale(), f16_to_f32(uint16_t(dm >> 16)));",
+     "return f16_to_f32(uint16_t(dm >> 16));", sums("q4_1")),
+    ("the last block of a slice alone", "product_tensor.cuh",
+     "if (goes_on) sum = to.get(i) + sum;", "", sums("q8_0", 2400)),
+    ("squares of another row", "product_tensor.cuh",
+     "g_ == 2 * t_", "g_ == 0",
+     lambda bench, rng: values.test_gate_up_rows(bench, rng, ("f16", "f16"), (33, 576))),
+    ("rows at a time see the same columns", "product_tensor.cuh",
+     "r0 + g_ / 2) * cut_.n_blocks", "g_ / 2) * cut_.n_blocks",
+     lambda bench, rng: values.test_each_row_gets_the_bits_it_gets_alone(bench, rng, "f16", 576)),
+)  # fmt: skip
+
+
+def plant(monkeypatch, folder, header, old, new):
+    text = (cuda_src_root() / "common" / header).read_text()
+    assert text.count(old) == 1, old
+    (folder / "common").mkdir()
+    (folder / "common" / header).write_text(text.replace(old, new))
+    tensor_cores.take(monkeypatch, (folder,))
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault[0])
+def test_a_fault_is_noticed(bench, rng, monkeypatch, tmp_path, fault):
+    _, header, old, new, notices = fault
+    plant(monkeypatch, tmp_path, header, old, new)
+    with pytest.raises(AssertionError), np.errstate(invalid="ignore"):
+        notices(bench, rng)
+    monkeypatch.undo()
+    tensor_cores.take(monkeypatch)
+    notices(bench, rng)
