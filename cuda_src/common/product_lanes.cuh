@@ -1,7 +1,9 @@
 // A product by threads: a unit is one output of one slice, done by one thread for all rows, so each weight is
 // read once. For devices that have no tensor cores for floats, the host among them.
+// Included by common/product.cuh, which says what a product is.
 #pragma once
-#include "common/product.cuh"
+#include "common/dependent.cuh"
+#include "common/weights.cuh"
 
 // The sum of w[i] * x[i] over 32 columns, in the order of dot32; on a GPU with few registers at a time.
 __device__ __forceinline__ float dot_columns(const float* w, const float* x) {

@@ -4,8 +4,9 @@
 // Nothing but shared memory is written before the sums are there, and the first weights of a warp are made
 // factors before the activations can be read: see common/dependent.cuh. What follows that is a chain of
 // latencies, one launch after another, and every wait in it counts.
+// Included by common/product.cuh, which says what a product is.
 #pragma once
-#include "common/product.cuh"
+#include "common/dependent.cuh"
 #include "common/tensor_tile.cuh"
 
 // Floats of shared memory by their number, whose address is known to be one.
@@ -53,9 +54,7 @@ class Product {
           g_(thread % WARP_LANES / 4),
           t_(thread % 4) {
         now_ = {thread / WARP_LANES, 0};
-        if (!works(now_)) return;
-        fetch(now_);
-        if (AHEAD) prefetch();
+        if (works(now_)) fetch(now_);
     }
 
     // Leaves the sums of the slices for Sums, and needs a barrier before that. Waits for the
@@ -147,15 +146,6 @@ class Product {
             const float4* from = reinterpret_cast<const float4*>(gain_ + at * TILE_COLS + 8 * t_);
             gains_[0] = from[0], gains_[1] = from[1];
         }
-    }
-    // Brings what is fetched later of the first slice to the L2 cache, all rows of its tiles: neighbours have the
-    // others.
-    __device__ __forceinline__ void prefetch() const {
-        const int line = (g_ * 4 + t_) * 128;
-        if (line >= W::Upper::BYTES) return;
-        const int first = block(now_), n = min(cut_.slice_blocks, cut_.n_blocks - first);
-#pragma unroll 1
-        for (int i = 2; i < n; i++) prefetch_line(weights_.upper + size_t(first + i) * W::Upper::BYTES + line);
     }
     __device__ __forceinline__ void decode() {
         tile_.decode(t_);

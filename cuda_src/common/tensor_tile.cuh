@@ -140,13 +140,19 @@ class TensorTile {
     static constexpr bool SHORT = Upper::SHORT && Lower::SHORT;
     static constexpr bool OFFSET = Upper::OFFSET || Lower::OFFSET;
 
-    // A scale that is not finite leaves no number.
+    // A scale or an offset that is not finite leaves no number.
     template <class Stored>
     __device__ __forceinline__ static float scaled(const Stored& stored, float sum, float of_row) {
-        if constexpr (Stored::OFFSET) sum = fmaf(stored.scale(), sum, stored.offset() * of_row);
-        else if constexpr (Stored::SCALED) sum = stored.scale() * sum;
-        if constexpr (Stored::SCALED)
-            if (infinite(stored.scale())) sum = NAN_F32;
+        if constexpr (Stored::SCALED) {
+            bool no_number = infinite(stored.scale());
+            if constexpr (Stored::OFFSET) {
+                no_number = no_number || infinite(stored.offset());
+                sum = fmaf(stored.scale(), sum, stored.offset() * of_row);
+            } else {
+                sum = stored.scale() * sum;
+            }
+            if (no_number) sum = NAN_F32;
+        }
         return sum;
     }
 

@@ -73,8 +73,9 @@ def flatten(source: Path, include_dirs: Iterable[Path] = ()) -> str:
             else:
                 continue
             line = text.count("\n", 0, match.end()) + 2  # of the line after the include
-            inner = "" if found in done else expand(found)
-            done.add(found)
+            fresh = found not in done
+            done.add(found)  # before it is read: a header may include the one that includes it
+            inner = expand(found) if fresh else ""
             parts += [text[at : match.start()], inner, f'\n#line {line} "{path}"']
             at = match.end()
         return "".join([*parts, text[at:]]).replace("#pragma once", "")
