@@ -39,7 +39,7 @@ class SharedFloats {
 };
 
 // OUTS outputs. NORM: of a norm whose gain is multiplied with the activations. AHEAD: whether the next weights of
-// a warp are under way while it multiplies; without it a warp should have few slices of few blocks.
+// a warp are under way while it multiplies; without it, which saves registers, each block of a slice is waited for.
 template <int OUTS, bool AHEAD, bool NORM, class W>
 class Product {
   public:

@@ -91,7 +91,7 @@ class TensorTile {
     }
     // From the lane's activations.
     __device__ __forceinline__ static void take(const float* v, int g, Column* column) {
-        // Of odd g the rest is wanted; tensor cores take the upper part of the others by themselves.
+        // Of odd g the rest is wanted; tensor cores cut the lower bits of the others off by themselves.
         const uint32_t taken = g % 2 != 0 ? UPPER_BITS : 0u;
 #pragma unroll
         for (int i = 0; i < 8; i++)

@@ -19,7 +19,7 @@
 constexpr int TILE_ROWS = 32;
 constexpr int TILE_COLS = 32;
 
-// Codes to floats, exact on both devices, so the two bodies give the same bits.
+// Codes to floats, exact on both devices, so the two decoders give the same bits.
 // A byte under the exponent of 2^23 is the float 2^23 + byte: one permute and one add, where a
 // conversion instruction runs at a fraction of that rate.
 __device__ __forceinline__ float byte_to_f32(uint32_t word, uint32_t i, float bias) {

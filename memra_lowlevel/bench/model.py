@@ -260,21 +260,21 @@ def _token(run: Run, opened: _Opened) -> None:
 def _passes(run: Run, opened: _Opened, settle: Callable[[], None]) -> None:
     """Time passes over several rows, as a verification makes them, against that over one."""
     stream, name, session = run.stream, opened.name, opened.session
-    tokens = run.device.from_numpy(np.array(opened.prompt[: K + 1], np.uint32), stream)
-    chosen = run.device.zeros(K + 1, np.uint32, stream)
-    one = ""
-    for n in (1, 4) if run.small else range(1, K + 2):
-        session.planes.prepare(stream, n)
-        session.forward(stream, tokens, n, chosen)  # every kernel loaded
-        with stream.capture(f"pass of {n}") as graph:
-            session.forward(stream, tokens, n, chosen)
-        with graph.instantiate() as exec_:
-            what = f"pass {name}, {n} row{'s' * (n > 1)}"
-            row = Row(what, "us", _launches_us(run, exec_, settle), baseline=one or None)
-            run.add(row)
+    rows, one = np.array(opened.prompt[: K + 1], np.uint32), ""
+    with (
+        run.device.from_numpy(rows, stream) as tokens,
+        run.device.zeros(K + 1, np.uint32, stream) as chosen,
+    ):
+        for n in (1, 4) if run.small else range(1, K + 2):
+            session.planes.prepare(stream, n)
+            session.forward(stream, tokens, n, chosen)  # every kernel loaded
+            with stream.capture(f"pass of {n}") as graph:
+                session.forward(stream, tokens, n, chosen)
+            with graph.instantiate() as exec_:
+                what = f"pass {name}, {n} row{'s' * (n > 1)}"
+                samples = _launches_us(run, exec_, settle)
+            run.add(Row(what, "us", samples, baseline=one or None))
             one = one or what
-    tokens.close()
-    chosen.close()
 
 
 def _launches_us(

@@ -230,6 +230,21 @@ def test_a_scale_that_is_not_finite_leaves_no_number(bench, rng, format):
     same_infinities(bench.get(h), want, size)
 
 
+def test_weights_that_are_small_beside_their_scale(bench, rng):
+    """q4_1 about the middle of its codes: scale and offset cancel, and errors are theirs."""
+    rows = np.zeros((32, 20), np.uint8)
+    rows[:, :4] = np.array([10.0, 0.01], np.float16).view(np.uint8)
+    rows[:, 4] = 15  # of the first column; the others are the offset
+    x = rng.standard_normal((5, 32)).astype(np.float32)
+    x[:, 0] = 0.0
+    h = bench.put(np.zeros((5, 32), np.float32))
+    ops.add_product(bench.stream, upload(bench, rows, "q4_1"), bench.put(x), h, 5)
+    codes = np.array([15] + [0] * 31)
+    d, m = (float(np.float16(v)) for v in (10.0, 0.01))
+    size = np.abs(x).astype(np.float64) @ (np.abs(d * (codes - 8)) + abs(8 * d + m))
+    close(bench.get(h), oracle.product(rows, "q4_1", x), size[:, None], 2e-6)
+
+
 def test_an_offset_that_is_infinite_leaves_no_number(bench, rng):
     rows = stored(rng, 40, 96, "q4_1")
     rows.reshape(40, 3, -1)[[2, 12], [0, 2], 2:4] = np.float16([[np.inf], [-np.inf]]).view(np.uint8)
