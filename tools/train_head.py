@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 
 def options() -> argparse.Namespace:
@@ -52,7 +53,11 @@ def options() -> argparse.Namespace:
         default=1 << 30,
         help="training steps after which to stop early, a count (default: none)",
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    for flag, path in (("--model", args.model), ("--begin", args.begin)):
+        if path is not None and not Path(path).is_file():  # else found out after minutes of writing
+            parser.error(f"{flag} {path}: there is no such file; give a GGUF file")
+    return args
 
 
 def main() -> None:

@@ -11,7 +11,8 @@ __device__ __forceinline__ float dot_columns(const float* w, const float* x) {
     float s[8];
 #pragma unroll
     for (int b = 0; b < TILE_COLS; b += 8) {
-        const float4 pieces[2] = {reinterpret_cast<const float4*>(x + b)[0], reinterpret_cast<const float4*>(x + b)[1]};
+        const float4 pieces[2] = {reinterpret_cast<const float4*>(x + b)[0],
+                                  reinterpret_cast<const float4*>(x + b)[1]};
         const float v[8] = {pieces[0].x, pieces[0].y, pieces[0].z, pieces[0].w,
                             pieces[1].x, pieces[1].y, pieces[1].z, pieces[1].w};
 #pragma unroll

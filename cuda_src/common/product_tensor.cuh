@@ -103,7 +103,8 @@ class Product {
                 if (r0 + t_ < n_rows) {
                     const unsigned to = at + r0 * cut_.n_slices;
 #pragma unroll
-                    for (int i = 0; i < OUTS / 8; i++) put(sums_at, to * PITCH<OUTS> + g_ + 8 * i, tile_.result(c, i));
+                    for (int i = 0; i < OUTS / 8; i++)
+                        put(sums_at, to * PITCH<OUTS> + g_ + 8 * i, tile_.result(c, i));
                     if (NORM && g_ == 2 * t_) put(squares_at, to, square);  // one lane that has that row's
                 }
             }

@@ -27,8 +27,8 @@ __global__ void __launch_bounds__(MOST_THREADS<576>)
     float* squares = parts + size_t(rows) * n_slices * PITCH<OUTS>;
     admit_successor();
 
-    Product<OUTS, false, true, Weights<Gate, Up>> product(of_pair<Gate, Up>(w_gate, w_up, first_out, n_blocks), cut,
-                                                   gain, threadIdx.x, blockDim.x);
+    Product<OUTS, false, true, Weights<Gate, Up>> product(
+        of_pair<Gate, Up>(w_gate, w_up, first_out, n_blocks), cut, gain, threadIdx.x, blockDim.x);
     product.run(x, rows, parts, squares, [] {});
     __syncthreads();
     typedef Sums<OUTS, 4, 5> Adders;

@@ -18,8 +18,8 @@ __global__ void __launch_bounds__(MOST_THREADS<768>)
     const int rows = min(group, n_rows - first_row);
     const Cut cut = {n_blocks, slice_blocks, n_slices};
     admit_successor();
-    Product<OUTS, Tile::Quarter::SHORT, false, Weights<Tile, Tile>> product(of_matrix<Tile>(w, first_out, n_blocks), cut, nullptr,
-                                                      threadIdx.x, blockDim.x);
+    Product<OUTS, Tile::Quarter::SHORT, false, Weights<Tile, Tile>> product(
+        of_matrix<Tile>(w, first_out, n_blocks), cut, nullptr, threadIdx.x, blockDim.x);
 
     typedef Sums<OUTS, 4, 6> Adders;
     const unsigned outputs = rows * OUTS;

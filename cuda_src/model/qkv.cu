@@ -67,8 +67,8 @@ __global__ void __launch_bounds__(MOST_THREADS<576>)
         return Turn{turn[0], turn[1]};
     };
 
-    Product<OUTS, false, true, Weights<Tile, Tile>> product(of_matrix<Tile>(w, blockIdx.x * OUTS, n_blocks), cut, gain,
-                                                     threadIdx.x, blockDim.x);
+    Product<OUTS, false, true, Weights<Tile, Tile>> product(
+        of_matrix<Tile>(w, blockIdx.x * OUTS, n_blocks), cut, gain, threadIdx.x, blockDim.x);
     product.run(x, rows, parts, squares, early);
     typedef Sums<OUTS, 2, 9> Adders;
     const Adders adders = {n_slices};

@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 import tensor_cores
 import test_kernels
+import test_logits
 from conftest import Bench
-from test_kernels import FORMATS, bits, stored, upload
+from products import FORMATS, bits, stored, upload
 
 from memra_lowlevel import Device
 from memra_lowlevel.kernels import model as ops
 
-for _name, _value in vars(test_kernels).items():  # every test that launches kernels
+_TESTS = {**vars(test_kernels), **vars(test_logits)}
+for _name, _value in _TESTS.items():  # every test that launches kernels
     if _name.startswith("test_") and "bench" in inspect.signature(_value).parameters:
         globals()[_name] = _value
 

@@ -30,9 +30,15 @@ def test_help_needs_no_torch():
 
 
 def test_a_run_without_torch_says_what_is_missing():
-    refused = call("--model", "none.gguf")
+    refused = call("--model", __file__)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
     assert "needs torch" in refused.stderr
+
+
+@pytest.mark.parametrize("flag", ["--model", "--begin"])
+def test_files_that_are_not_there_are_refused_at_once(flag):
+    refused = call("--model", __file__, flag, "none.gguf")
+    assert refused.returncode == 2 and f"{flag} none.gguf: there is no such file" in refused.stderr
 
 
 @pytest.fixture(scope="module")
