@@ -254,7 +254,7 @@ FAULTS = (
         "argmax-ties", "of equal logits the highest id wins",
         "cuda_src/model/logits.cu",
         "(b.value == a.value && b.id < a.id)", "(b.value == a.value && b.id > a.id)",
-        ("tests/model/test_kernels.py::test_token_edges",), True,
+        ("tests/model/test_logits.py::test_token_edges",), True,
     ),
     # -- graphs and launches ----------------------------------------------------------------------
     Fault(
