@@ -10,6 +10,7 @@
 // by one row (common/product_lanes.cuh). Their bits differ.
 #pragma once
 #include "common/dependent.cuh"
+#include "common/shared_floats.cuh"
 #include "common/tiles.cuh"
 #include "common/weights.cuh"
 
@@ -18,8 +19,8 @@ template <int OUTS>
 constexpr int PITCH = OUTS + 8;
 
 // Most threads of a block that would like to have n: on some GPUs the code needs more registers than there are
-// for so many. See also _most_threads in kernels/model.py.
-#if MEMRA_CUDA && (__CUDA_ARCH__ < 800 || __CUDA_ARCH__ >= 1200)
+// for so many. A launch takes what the kernel allows.
+#if MEMRA_CUDA && (__CUDA_ARCH__ < 800 || __CUDA_ARCH__ >= 1000)
 template <int N>
 constexpr int MOST_THREADS = N < 512 ? N : 512;
 #else
@@ -29,9 +30,9 @@ constexpr int MOST_THREADS = N;
 
 // Where the columns of a matrix are cut: a function of its shape alone.
 struct Cut {
-    int n_blocks;      // of 32 columns
-    int slice_blocks;  // of a slice
-    int n_slices;
+    unsigned n_blocks;      // of 32 columns
+    unsigned slice_blocks;  // of a slice
+    unsigned n_slices;
 };
 
 #if MEMRA_TENSOR
@@ -44,10 +45,13 @@ struct Cut {
 // barrier is short; on the host, where asking each other costs more, a sum is one thread's.
 //   OUTS of a block; MOST slices that a running sum can have
 template <int OUTS, int RUNNING, int MOST>
-struct Sums {
-    static constexpr unsigned SHARED = MEMRA_CUDA ? RUNNING : 1;  // lanes of a sum
-    static constexpr unsigned AT_ONCE = WARP_LANES / SHARED;      // sums of a warp
-    int n_slices;
+class Sums {
+  public:
+    // parts, squares: where a product left them
+    __device__ __forceinline__ Sums(SharedFloats parts, SharedFloats squares, int n_slices)
+        : parts_(parts), squares_(squares), n_slices_(n_slices), n_left_(n_slices - first()) {
+        settle(n_left_);
+    }
 
     // For n sums: numbers that the threads of a block take in turn, whole warps of them; the sum of a number,
     // n or more where there is none; and whether its lane is the first of those that share it.
@@ -59,43 +63,64 @@ struct Sums {
     }
     __device__ __forceinline__ static bool leads(unsigned number) { return number % WARP_LANES < AT_ONCE; }
 
-    // Of all slices, APART of each other: RUNNING sums of every RUNNING-th, added in a tree. On a GPU the
-    // lanes of a sum ask together, and all get it.
-    template <int APART>
-    __device__ __forceinline__ float total(const float* p) const {
-        float s[RUNNING];
-        const auto running = [&](int j) {
-            const float* from = p + j * APART;
-            float terms[MOST];
-#pragma unroll
-            for (int k = 0; k < MOST; k++)
-                terms[k] = j + k * RUNNING < n_slices ? from[k * RUNNING * APART] : 0.0f;
-            float sum = terms[0];
-#pragma unroll
-            for (int k = 1; k < MOST; k++)
-                if (j + k * RUNNING < n_slices) sum = sum + terms[k];
-            return sum;
-        };
+    // Where a lane begins to add up the slices of output `out` of row r, and of its squares.
+    __device__ __forceinline__ SharedFloats output_at(unsigned r, unsigned out) const {
+        return parts_.from((r * n_slices_ + first()) * PITCH<OUTS> + out);
+    }
+    __device__ __forceinline__ SharedFloats squares_at(unsigned r) const {
+        return squares_.from(r * n_slices_ + first());
+    }
+    // N sums over all slices: RUNNING running sums, added in a tree. On a GPU the lanes of a sum ask together, and
+    // all get it. load(i, v): the N terms of slice i behind the lane's first one.
+    template <int N, class Load>
+    __device__ __forceinline__ void total(const Load& load, float* sums) const {
 #if MEMRA_CUDA
-        s[0] = running(threadIdx.x % WARP_LANES / AT_ONCE);
+        running<N>(load, 0, n_left_, sums);
 #pragma unroll
         for (int lanes = WARP_LANES / 2; lanes >= int(AT_ONCE); lanes /= 2)
-            s[0] = s[0] + __shfl_xor_sync(FULL_MASK, s[0], lanes);
+#pragma unroll
+            for (int i = 0; i < N; i++) sums[i] = sums[i] + __shfl_xor_sync(FULL_MASK, sums[i], lanes);
 #else
-        for (int j = 0; j < RUNNING; j++) s[j] = running(j);
+        float s[RUNNING][N];
+        for (int j = 0; j < RUNNING; j++) running<N>(load, j, n_left_ - j, s[j]);
         for (int n = RUNNING / 2; n >= 1; n /= 2)
-            for (int j = 0; j < n; j++) s[j] = s[j] + s[j + n];
+            for (int j = 0; j < n; j++)
+                for (int i = 0; i < N; i++) s[j][i] = s[j][i] + s[j + n][i];
+        for (int i = 0; i < N; i++) sums[i] = s[0][i];
 #endif
-        return s[0];
     }
 
-    // Output `out` of row r.
-    __device__ __forceinline__ float output(const float* parts, int r, int out) const {
-        return total<PITCH<OUTS>>(parts + (r * n_slices) * PITCH<OUTS> + out);
+  private:
+    static constexpr unsigned SHARED = MEMRA_CUDA ? RUNNING : 1;  // lanes of a sum
+    static constexpr unsigned AT_ONCE = WARP_LANES / SHARED;      // sums of a warp
+
+    // The first slice that a lane adds up.
+    __device__ __forceinline__ static int first() {
+        return MEMRA_CUDA ? threadIdx.x % WARP_LANES / AT_ONCE : 0;
     }
-    // What the outputs of row r are multiplied by for its norm: 1 / sqrt(mean of squares + eps); share is
-    // 1 / columns.
-    __device__ __forceinline__ float scale(const float* squares, int r, float share, float eps) const {
-        return rsqrtf(total<1>(squares + r * n_slices) * share + eps);
+    // Every RUNNING-th of n slices from the first on; of those that are not there, 0.
+    template <int N, class Load>
+    __device__ __forceinline__ static void running(const Load& load, int first, int n, float* sums) {
+        float terms[MOST][N];
+#pragma unroll
+        for (int k = 0; k < MOST; k++) {
+#pragma unroll
+            for (int i = 0; i < N; i++) terms[k][i] = 0.0f;
+            if (k * RUNNING < n) load(first + k * RUNNING, terms[k]);
+        }
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            sums[i] = terms[0][i];
+#pragma unroll
+            for (int k = 1; k < MOST; k++) sums[i] = sums[i] + terms[k][i];
+        }
     }
+
+    SharedFloats parts_, squares_;
+    int n_slices_, n_left_;  // slices; from the lane's first one on
 };
+
+// What the outputs of a row are multiplied by for its norm: 1 / sqrt(mean of squares + eps); share is 1 / columns.
+__device__ __forceinline__ float norm_scale(float square, float share, float eps) {
+    return rsqrtf(square * share + eps);
+}

@@ -3,6 +3,7 @@
 // Included by common/product.cuh, which says what a product is.
 #pragma once
 #include "common/dependent.cuh"
+#include "common/shared_floats.cuh"
 #include "common/weights.cuh"
 
 // The sum of w[i] * x[i] over 32 columns, in the order of dot32; on a GPU with few registers at a time.
@@ -26,51 +27,54 @@ __device__ __forceinline__ float dot_columns(const float* w, const float* x) {
 }
 
 // OUTS outputs. NORM: of a norm whose gain is part of the weights: once per weight, not once per row.
-template <int OUTS, bool, bool NORM, class W>
+template <int OUTS, bool NORM, class W>
 class Product {
   public:
     // gain: f32 [32 * n_blocks] of the norm
     // thread of n_threads: a multiple of 32
-    __device__ __forceinline__ Product(const W& weights, Cut cut, const float* __restrict__ gain, int thread,
-                                       int n_threads)
+    __device__ __forceinline__ Product(const W& weights, Cut cut, const float* __restrict__ gain, unsigned thread,
+                                       unsigned n_threads)
         : weights_(weights), cut_(cut), gain_(gain), thread_(thread), n_threads_(n_threads) {}
 
     // Leaves the sums of the slices for Sums, and needs a barrier before that. Waits for the
-    // predecessor by itself, and calls `early` once, right after that.
+    // predecessor by itself, and calls `then` once, right after that.
     //   x        f32 [n_rows, 32 * n_blocks]
     //   parts    f32 [n_rows, n_slices, PITCH]
     //   squares  f32 [n_rows, n_slices], of a norm: sums of the squares of x
-    template <class Early>
-    __device__ __forceinline__ void run(const float* x, int n_rows, float* parts, float* NULLABLE squares,
-                                        const Early& early) {
+    template <class Then>
+    __device__ __forceinline__ void run(const float* x, unsigned n_rows, SharedFloats parts, SharedFloats squares,
+                                        const Then& then) {
         await_predecessor();
-        early();
+        then();
 #pragma unroll 1
-        for (int unit = thread_; unit < OUTS * cut_.n_slices; unit += n_threads_) {
-            const int slice = unit / OUTS, out = unit % OUTS;
-            const int first = slice * cut_.slice_blocks;
-            const int n = min(cut_.slice_blocks, cut_.n_blocks - first);
+        for (unsigned unit = thread_; unit < OUTS * cut_.n_slices; unit += n_threads_) {
+            const unsigned slice = unit / OUTS, out = unit % OUTS;
+            const unsigned first = slice * cut_.slice_blocks;
+            const unsigned n = min(cut_.slice_blocks, cut_.n_blocks - first);
 #pragma unroll 1
-            for (int i = 0; i < n; i++) {
+            for (unsigned i = 0; i < n; i++) {
                 float w[TILE_COLS];
                 decode(first + i, out, w);
-                const auto add = [&](float sum, float* to) { *to = i == 0 ? sum : *to + sum; };
+                const auto put = [&](const SharedFloats& to, unsigned at, float sum) {
+                    to.put(at, i == 0 ? sum : to.get(at) + sum);
+                };
 #pragma unroll 1
-                for (int r = 0; r < n_rows; r++) {
-                    const float* v = x + (size_t(r) * cut_.n_blocks + first + i) * TILE_COLS;
-                    const int at = r * cut_.n_slices + slice;
-                    add(dot_columns(w, v), parts + at * PITCH<OUTS> + out);
-                    if (NORM && out == 0) add(dot_columns(v, v), squares + at);
+                for (unsigned r = 0; r < n_rows; r++) {
+                    const float* v = x + (r * cut_.n_blocks + first + i) * TILE_COLS;
+                    const unsigned at = r * cut_.n_slices + slice;
+                    put(parts, at * PITCH<OUTS> + out, dot_columns(w, v));
+                    if (NORM && out == 0) put(squares, at, dot_columns(v, v));
                 }
             }
         }
     }
 
   private:
-    __device__ __forceinline__ void decode(int block, int out, float* w) const {
-        const int row = out / 16 * weights_.step + out % 8;
-        if (out % 16 < 8) decode_tile<typename W::Upper>(weights_.upper, block, weights_.upper_row + row, w);
-        else decode_tile<typename W::Lower>(weights_.lower, block, weights_.lower_row + row, w);
+    __device__ __forceinline__ void decode(unsigned block, unsigned out, float* w) const {
+        constexpr unsigned OUTS_OF_ROWS = 16 / W::BLOCKS;  // outputs of the rows that lie beside each other
+        const unsigned row = weights_.row + out / OUTS_OF_ROWS * W::STEP + out % 8;
+        if (out % OUTS_OF_ROWS < 8) decode_tile<typename W::Upper>(weights_.upper, block, row, w);
+        else decode_tile<typename W::Lower>(weights_.lower, block, row + W::LOWER, w);
         if constexpr (NORM) {
             const Activations gain(gain_ + size_t(block) * TILE_COLS);
 #pragma unroll
@@ -78,14 +82,14 @@ class Product {
         }
     }
     template <class Tile>
-    __device__ __forceinline__ static void decode_tile(const uint8_t* tiles, int block, int row, float* w) {
+    __device__ __forceinline__ static void decode_tile(const uint8_t* tiles, unsigned block, unsigned row, float* w) {
         Tile stored;
-        stored.fetch(tiles + size_t(block) * Tile::BYTES, row);
+        stored.fetch(tiles + block * Tile::BYTES, row);
         stored.decode(w);
     }
 
     W weights_;
     Cut cut_;
     const float* gain_;
-    int thread_, n_threads_;
+    unsigned thread_, n_threads_;
 };

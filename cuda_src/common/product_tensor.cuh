@@ -1,127 +1,97 @@
 // A product by tensor cores: a unit is one slice of all outputs of a block, done by one warp for all rows, four
-// at a time (common/tensor_tile.cuh).
+// or two at a time (common/tensor_tile.cuh).
 //
 // Nothing but shared memory is written before the sums are there, and the first weights of a warp are made
 // factors before the activations can be read: see common/dependent.cuh. What follows that is a chain of
-// latencies, one launch after another, and every wait in it counts.
+// latencies, one launch after another, and every wait and every instruction in it counts.
 // Included by common/product.cuh, which says what a product is.
 #pragma once
 #include "common/dependent.cuh"
+#include "common/shared_floats.cuh"
 #include "common/tensor_tile.cuh"
 
-// Floats of shared memory by their number, whose address is known to be one.
-class SharedFloats {
-  public:
-#if MEMRA_CUDA
-    __device__ __forceinline__ explicit SharedFloats(float* p)
-        : at_(static_cast<unsigned>(__cvta_generic_to_shared(p))) {
-        settle(at_);
-    }
-    __device__ __forceinline__ float get(unsigned i) const {
-        float v;
-        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at_ + 4 * i) : "memory");
-        return v;
-    }
-    __device__ __forceinline__ void put(unsigned i, float v) const {
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(at_ + 4 * i), "f"(v) : "memory");
-    }
-
-  private:
-    uint32_t at_;
-#else
-    explicit SharedFloats(float* p) : p_(p) {}
-    float get(unsigned i) const { return p_[i]; }
-    void put(unsigned i, float v) const { p_[i] = v; }
-
-  private:
-    float* p_;
-#endif
-};
-
-// OUTS outputs. NORM: of a norm whose gain is multiplied with the activations. AHEAD: whether the next weights of
-// a warp are under way while it multiplies; without it, which saves registers, each block of a slice is waited for.
-template <int OUTS, bool AHEAD, bool NORM, class W>
+// OUTS outputs. NORM: of a norm whose gain is multiplied with the activations.
+template <int OUTS, bool NORM, class W>
 class Product {
   public:
     // gain: f32 [32 * n_blocks] of the norm
     // thread of n_threads: a multiple of 32
-    __device__ __forceinline__ Product(const W& weights, Cut cut, const float* __restrict__ gain, int thread,
-                                       int n_threads)
+    __device__ __forceinline__ Product(const W& weights, Cut cut, const float* __restrict__ gain, unsigned thread,
+                                       unsigned n_threads)
         : weights_(weights),
           cut_(cut),
           gain_(gain),
           n_warps_(n_threads / WARP_LANES),
           g_(thread % WARP_LANES / 4),
           t_(thread % 4) {
-        now_ = {thread / WARP_LANES, 0};
-        if (works(now_)) fetch(now_);
+        now_ = {thread / WARP_LANES, 0}, next_ = after(now_);
+        if (works(now_)) fetch();
     }
 
     // Leaves the sums of the slices for Sums, and needs a barrier before that. Waits for the
-    // predecessor by itself, and calls `early` once, right after that.
+    // predecessor by itself, and calls `then` once, right after that.
     //   x        f32 [n_rows, 32 * n_blocks]
     //   parts    f32 [n_rows, n_slices, PITCH]
     //   squares  f32 [n_rows, n_slices], of a norm: sums of the squares of x
-    template <class Early>
-    __device__ __forceinline__ void run(const float* x, int n_rows, float* parts, float* NULLABLE squares,
-                                        const Early& early) {
-        const float* from = place(x, now_, 0);
-        settle(from);
-        const SharedFloats sums_at(parts), squares_at(squares);
-        uint32_t at = t_ * cut_.n_slices + now_.slice;  // of the lane's results, in slices of rows
+    template <class Then>
+    __device__ __forceinline__ void run(const float* x, unsigned n_rows, SharedFloats parts, SharedFloats squares,
+                                        const Then& then) {
+        const float* from = place(x, now_, 0, n_rows);
+        const unsigned row = t_ / W::BLOCKS;  // of the lane's results
+        unsigned at = row * cut_.n_slices + now_.slice;  // of these, in slices of rows
         settle(at);
-        if (works(now_)) decode();
-        Place next = now_;
-        if (AHEAD) {
-            next = after(now_);
-            if (works(next)) fetch(next);
+        float4 v[2];
+        if (works(now_)) {
+            tile_.template decode<true>(stored_, t_);
+            address_of_line(from);
         }
         await_predecessor();
-        float4 v[2];
-        if (works(now_)) load(global_pointer(from), 0, n_rows, v);
-        early();
+        if (works(now_)) load(global_pointer(from), v);
+        then();
+        if (!works(now_)) return;
+        unsigned r0 = 0;
 #pragma unroll 1
-        while (works(now_)) {
-            const bool goes_on = now_.block != 0;
-#pragma unroll 1
-            for (int r0 = 0; r0 < n_rows; r0 += ROWS_AT_ONCE) {
-                typename Tile::Column b;
-                take(v, &b);
-                float square = NORM ? square_of(v) : 0.0f;
-                const bool more = r0 + ROWS_AT_ONCE < n_rows;
-                if (more || (AHEAD && works(next))) {
-                    const int r = more ? r0 + ROWS_AT_ONCE : 0;
-                    load(place(x, more ? now_ : next, r), r, n_rows, v);
+        while (true) {
+            typename Tile::Column b;
+            take(v, &b);
+            float square = NORM ? square_of(v) : 0.0f;
+            settle(square);
+            typename Tile::Results c;
+            tile_.multiply(b, &c);
+            // The rest up to the results is done meanwhile.
+            if (NORM) square = over_columns(square);
+            // The next rows, or the first ones of the next block.
+            const unsigned r = r0 + ROWS_AT_ONCE<W>;
+            const bool same = r < n_rows, more = same || works(next_);
+            if (more) load(place(x, same ? now_ : next_, same ? r : 0, n_rows), v);
+            float sums[Tile::N_RESULTS];
+#pragma unroll
+            for (int i = 0; i < Tile::N_RESULTS; i++) {
+                sums[i] = tile_.result(c, i, t_);
+                if (W::BLOCKS == 2) {  // over both blocks, of which the slice may lack the second
+                    if (t_ % 2 != 0 && !both(now_)) sums[i] = 0.0f;
+                    sums[i] = sums[i] + __shfl_xor_sync(FULL_MASK, sums[i], 1);
                 }
-                typename Tile::Results c;
-                tile_.multiply(b, &c);
-                if (NORM) square = over_columns(square);  // while they are multiplied
+            }
+            if (t_ % W::BLOCKS == 0 && r0 + row < n_rows) {
+                const bool goes_on = now_.block != 0;
                 const auto put = [&](const SharedFloats& to, unsigned i, float sum) {
                     if (goes_on) sum = to.get(i) + sum;
                     to.put(i, sum);
                 };
-                if (r0 + t_ < n_rows) {
-                    const unsigned to = at + r0 * cut_.n_slices;
+                const unsigned to = at + r0 * cut_.n_slices;
 #pragma unroll
-                    for (int i = 0; i < OUTS / 8; i++)
-                        put(sums_at, to * PITCH<OUTS> + g_ + 8 * i, tile_.result(c, i));
-                    if (NORM && g_ == 2 * t_) put(squares_at, to, square);  // one lane that has that row's
-                }
+                for (int i = 0; i < Tile::N_RESULTS; i++) put(parts, to * PITCH<OUTS> + g_ + 8 * i, sums[i]);
+                if (NORM && g_ == 2 * t_) put(squares, to, square);  // one lane that has that row's
             }
-            const int slice = now_.slice;
-            now_ = AHEAD ? next : after(now_);
-            if (works(now_)) {
-                at += now_.slice - slice;
-                if (!AHEAD) {
-                    fetch(now_);
-                    load(place(x, now_, 0), 0, n_rows, v);
-                }
-                decode();
-                if (AHEAD) {
-                    next = after(now_);
-                    if (works(next)) fetch(next);
-                }
-            }
+            if (!more) break;
+            r0 = same ? r : 0;
+            if (same) continue;
+            at += next_.slice - now_.slice;
+            now_ = next_;
+            next_ = after(now_);
+            fetch();
+            tile_.template decode<true>(stored_, t_);
         }
     }
 
@@ -130,45 +100,45 @@ class Product {
 
     // A block of a slice.
     struct Place {
-        int slice, block;
+        unsigned slice, block;
     };
     __device__ __forceinline__ bool works(Place at) const { return at.slice < cut_.n_slices; }
-    __device__ __forceinline__ int block(Place at) const { return at.slice * cut_.slice_blocks + at.block; }
+    // Of a place, or `further` on; the last one where there is none.
+    __device__ __forceinline__ unsigned block(Place at, unsigned further = 0) const {
+        return min(at.slice * cut_.slice_blocks + at.block + further, cut_.n_blocks - 1);
+    }
+    // Whether the slice has both of two blocks.
+    __device__ __forceinline__ bool both(Place at) const {
+        return at.block + 1 < cut_.slice_blocks && at.slice * cut_.slice_blocks + at.block + 1 < cut_.n_blocks;
+    }
     __device__ __forceinline__ Place after(Place at) const {
-        const int i = at.block + 1;
-        if (i < cut_.slice_blocks && block(at) + 1 < cut_.n_blocks) return {at.slice, i};
+        const unsigned i = at.block + W::BLOCKS;
+        if (i < cut_.slice_blocks && at.slice * cut_.slice_blocks + i < cut_.n_blocks) return {at.slice, i};
         return {at.slice + n_warps_, 0};
     }
 
-    __device__ __forceinline__ void fetch(Place place) {
-        const size_t at = block(place);
-        tile_.fetch(weights_, at, g_, t_);
+    __device__ __forceinline__ void fetch() {
+        stored_.fetch(weights_, block(now_), block(now_, W::BLOCKS - 1), g_, t_);
         if constexpr (NORM) {
-            const float4* from = reinterpret_cast<const float4*>(gain_ + at * TILE_COLS + 8 * t_);
+            static_assert(W::BLOCKS == 1, "gains and squares are of one block");
+            const float4* from = reinterpret_cast<const float4*>(gain_ + (block(now_) * TILE_COLS + 8 * t_));
             gains_[0] = from[0], gains_[1] = from[1];
         }
     }
-    __device__ __forceinline__ void decode() {
-        tile_.decode(t_);
-        gain_now_[0] = gains_[0], gain_now_[1] = gains_[1];
+    // The lane's activations, or those of the last row where there is none: nobody looks at what they give.
+    __device__ __forceinline__ const float* place(const float* x, Place at, unsigned r0, unsigned n_rows) const {
+        const unsigned r = min(r0 + g_ / (2 * W::BLOCKS), n_rows - 1);
+        return x + ((r * cut_.n_blocks + block(at, g_ / 2 % W::BLOCKS)) * TILE_COLS + 8 * t_);
     }
-    // Where the activations of row r0 + g / 2 lie.
-    __device__ __forceinline__ const float* place(const float* x, Place at, int r0) const {
-        return x + (size_t(r0 + g_ / 2) * cut_.n_blocks + block(at)) * TILE_COLS + 8 * t_;
-    }
-    // Zeros behind the last row.
-    __device__ __forceinline__ void load(const float* from, int r0, int n_rows, float4* v) const {
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-            v[i] = r0 + g_ / 2 < n_rows ? reinterpret_cast<const float4*>(from)[i]
-                                        : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    __device__ __forceinline__ static void load(const float* from, float4* v) {
+        v[0] = reinterpret_cast<const float4*>(from)[0], v[1] = reinterpret_cast<const float4*>(from)[1];
     }
     __device__ __forceinline__ void take(const float4* now, typename Tile::Column* column) const {
         float v[8];
         spread(now, v);
         if constexpr (NORM) {
             float gain[8];
-            spread(gain_now_, gain);
+            spread(gains_, gain);
 #pragma unroll
             for (int i = 0; i < 8; i++) v[i] = v[i] * gain[i];
         }
@@ -187,8 +157,9 @@ class Product {
     W weights_;
     Cut cut_;
     const float* gain_;
-    int n_warps_, g_, t_;
-    Place now_;
+    unsigned n_warps_, g_, t_;
+    Place now_, next_;
+    typename Tile::Stored stored_;
     Tile tile_;
-    float4 gains_[2], gain_now_[2];
+    float4 gains_[2];
 };

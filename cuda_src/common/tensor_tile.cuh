@@ -1,33 +1,26 @@
-// What one warp multiplies at a time on tensor cores: 32 columns of 16 outputs or more, by four rows.
+// What one warp multiplies at a time on tensor cores: one or two blocks of 32 columns, by four rows or two.
 //
-// One instruction (m16n8k8, tf32) multiplies 16 outputs by the columns of B: for each of four rows what the
-// upper 11 bits of its activations are, and the upper 11 bits of what is left of them; so a row is known to
+// One instruction (m16n8k8, tf32) multiplies 16 rows of weights by the columns of B: for each row of activations
+// what the upper 11 bits of its values are, and the upper 11 bits of what is left of them; so a row is known to
 // 2^-21 of each element. Weights of f32 are taken apart likewise, which makes it two instructions; of a block
 // with a scale the codes are multiplied. A column of B does not see the others: a row gets the same bits
 // whatever stands beside it.
 //
-// Lane (g, t) = (lane / 4, lane % 4) holds columns 8t ... 8t + 7 of a block, of outputs g and g + 8 of every 16
-// and of row g / 2: both sides take k in that order. Its results are these outputs of row t.
+// Lane (g, t) = (lane / 4, lane % 4) holds columns 8t ... 8t + 7 of a block; both sides take k in that order.
+//   one block   four rows: the lane has that of row g / 2, and the results are 16 outputs of row t, of which it
+//               has g and g + 8
+//   two blocks  two rows: the lane has block g / 2 % 2 of row g / 4, and the results are eight outputs of row
+//               t / 2 over block t % 2, of which it has g; the others, of weights by the other block's
+//               activations, nobody looks at
 #pragma once
 #include "common/mma.cuh"
+#include "common/settle.cuh"
 #include "common/tiles.cuh"
 #include "common/weights.cuh"
 
-constexpr int ROWS_AT_ONCE = 4;
+template <class W>
+constexpr unsigned ROWS_AT_ONCE = 4 / W::BLOCKS;
 constexpr uint32_t UPPER_BITS = 0xFFFFE000u;  // of a float: what tf32 keeps
-
-// A value in a register at this point, and neither before nor behind it.
-__device__ __forceinline__ void settle(uint32_t& v) {
-#if MEMRA_CUDA
-    asm volatile("" : "+r"(v));
-#endif
-}
-template <class T>
-__device__ __forceinline__ void settle(T*& p) {
-#if MEMRA_CUDA
-    asm volatile("" : "+l"(p));
-#endif
-}
 
 __device__ __forceinline__ bool infinite(float v) { return fabsf(v) == INF_F32; }
 // The sum of what two parts of the same values gave: an infinity leaves nothing behind itself but NaN.
@@ -51,6 +44,8 @@ __device__ __forceinline__ float over_columns(float sum) {
 
 template <int OUTS, class W>
 class TensorTile {
+    static constexpr int SUBS = OUTS * W::BLOCKS / 16;  // instructions beside each other
+
   public:
     static constexpr int N_RESULTS = OUTS / 8;  // of a lane
 
@@ -58,39 +53,52 @@ class TensorTile {
     struct Column {
         uint32_t b[8];
     };
-    // What the instructions give for each 16 outputs, for the rest of weights of f32, and for weights of 1,
-    // by which offsets are multiplied.
+    // What the instructions give for each 16 rows, for the rest of weights of f32, and for weights of 1, by which
+    // offsets are multiplied.
     struct Results {
-        float c[OUTS / 16][4], low[OUTS / 16][4], ones[4];
+        float c[SUBS][4], low[SUBS][4], ones[4];
     };
+    // Weights as they are stored.
+    struct Stored {
+        typename W::Upper::Quarter upper[SUBS];
+        typename W::Lower::Quarter lower[SUBS];
 
-    // Asks for a block of columns, while the one before may still be multiplied.
-    __device__ __forceinline__ void fetch(const W& weights, size_t block, int g, int t) {
-        const uint8_t* upper = weights.upper + block * W::Upper::BYTES;
-        const uint8_t* lower = weights.lower + block * W::Lower::BYTES;
+        // Asks for a block of columns, and for another where an instruction takes two.
+        __device__ __forceinline__ void fetch(const W& weights, unsigned block, unsigned other, unsigned g,
+                                              unsigned t) {
+            const uint8_t* from = weights.upper + block * W::Upper::BYTES;
+            const uint8_t* lower_from = weights.lower + other * W::Lower::BYTES;
 #pragma unroll
-        for (int s = 0; s < SUBS; s++) {
-            upper_[s].fetch(upper, weights.upper_row + weights.step * s + g, t);
-            lower_[s].fetch(lower, weights.lower_row + weights.step * s + g, t);
+            for (int s = 0; s < SUBS; s++) {
+                upper[s].fetch(from, weights.row + g, W::STEP * s, t);
+                lower[s].fetch(lower_from, weights.row + g, W::STEP * s + W::LOWER, t);
+            }
         }
-    }
-    // What was fetched becomes what is multiplied.
-    __device__ __forceinline__ void decode(int t) {
+    };
+    // What is stored becomes what is multiplied. HELD: here, and not where it is needed.
+    template <bool HELD>
+    __device__ __forceinline__ void decode(const Stored& stored, unsigned t) {
 #pragma unroll
         for (int s = 0; s < SUBS; s++) {
             float w[16];
-            upper_[s].factors(w, t);
-            lower_[s].factors(w + 8, t);
+            stored.upper[s].factors(w, t);
+            stored.lower[s].factors(w + 8, t);
 #pragma unroll
             for (int i = 0; i < 16; i++) {
+                // Its payload may be in the bits that are cut off.
+                if (!SHORT && w[i] != w[i]) w[i] = NAN_F32;
                 a_[s][i] = __float_as_uint(w[i]);
-                settle(a_[s][i]);
+                if (HELD) settle(a_[s][i]);
             }
-            upper_now_[s] = upper_[s], lower_now_[s] = lower_[s];
+            if constexpr (W::BLOCKS == 1) {
+                upper_[s] = stored.upper[s].scaling(), lower_[s] = stored.lower[s].scaling();
+            } else {
+                upper_[s] = t % 2 == 0 ? stored.upper[s].scaling() : stored.lower[s].scaling();
+            }
         }
     }
     // From the lane's activations.
-    __device__ __forceinline__ static void take(const float* v, int g, Column* column) {
+    __device__ __forceinline__ static void take(const float* v, unsigned g, Column* column) {
         // Of odd g the rest is wanted; tensor cores cut the lower bits of the others off by themselves.
         const uint32_t taken = g % 2 != 0 ? UPPER_BITS : 0u;
 #pragma unroll
@@ -124,39 +132,28 @@ class TensorTile {
             }
         }
     }
-    // Output g + 8 * i of row t.
-    __device__ __forceinline__ float result(const Results& of, int i) const {
-        const float *c = of.c[i / 2] + i % 2 * 2, *low = of.low[i / 2] + i % 2 * 2;
-        const float whole = SHORT ? joined(c[0], c[1]) : joined(joined(c[0], low[0]), joined(c[1], low[1]));
-        const float sum = OFFSET ? joined(of.ones[0], of.ones[1]) : 0.0f;
-        return i % 2 == 0 ? scaled(upper_now_[i / 2], whole, sum) : scaled(lower_now_[i / 2], whole, sum);
+    // Output g + 8 * i of the lane's row.
+    __device__ __forceinline__ float result(const Results& of, int i, unsigned t) const {
+        const bool upper = W::BLOCKS == 1 ? i % 2 == 0 : t % 2 == 0;
+        const int s = W::BLOCKS == 1 ? i / 2 : i;
+        const float *c = of.c[s], *low = of.low[s];
+        const float c0 = upper ? c[0] : c[2], c1 = upper ? c[1] : c[3];
+        const float sum = SHORT ? joined(c0, c1)
+                                : joined(joined(c0, upper ? low[0] : low[2]), joined(c1, upper ? low[1] : low[3]));
+        const float ones = OFFSET ? joined(of.ones[0], of.ones[1]) : 0.0f;
+        if (W::BLOCKS == 1 && i % 2 != 0) return lower_[s].sum(sum, ones);
+        return upper_[s].sum(sum, ones);
     }
 
   private:
     typedef typename W::Upper::Quarter Upper;
     typedef typename W::Lower::Quarter Lower;
-    static constexpr int SUBS = OUTS / 16;
     // Whether weights are what tensor cores multiply, or have a rest; whether there are offsets.
     static constexpr bool SHORT = Upper::SHORT && Lower::SHORT;
     static constexpr bool OFFSET = Upper::OFFSET || Lower::OFFSET;
 
-    // A scale or an offset that is not finite leaves no number.
-    template <class Stored>
-    __device__ __forceinline__ static float scaled(const Stored& stored, float sum, float of_row) {
-        if constexpr (Stored::SCALED) {
-            bool no_number = infinite(stored.scale());
-            if constexpr (Stored::OFFSET) {
-                no_number = no_number || infinite(stored.offset());
-                sum = fmaf(stored.scale(), sum, stored.offset() * of_row);
-            } else {
-                sum = stored.scale() * sum;
-            }
-            if (no_number) sum = NAN_F32;
-        }
-        return sum;
-    }
-
-    Upper upper_[SUBS], upper_now_[SUBS];
-    Lower lower_[SUBS], lower_now_[SUBS];
     uint32_t a_[SUBS][16];  // factors
+    // Of the results; of two blocks, which are of one format, the lane's.
+    typename Upper::Scaling upper_[SUBS];
+    typename Lower::Scaling lower_[W::BLOCKS == 1 ? SUBS : 1];
 };

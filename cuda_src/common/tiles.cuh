@@ -75,20 +75,31 @@ __device__ __forceinline__ void codes_u4(const uint4& v, float* c) {
 
 // fetch(block, row): the stored 32 weights of one row of one block, in pieces of 16 bytes.
 // decode(w): the same as floats.
-// Quarter: columns 8 * q ... 8 * q + 7 of a row as scale() * factor + offset(). factors(v): the factors. SHORT:
-// whether those have 11 significant bits or fewer, as what tensor cores multiply; SCALED, OFFSET: whether there
-// is a scale, and an offset.
+// Quarter: columns 8 * q ... 8 * q + 7 of row `row + further` as factor * scale + offset; `further` is known when
+// it is compiled. factors(v): the factors. Scaling, of scaling(): scale and offset in few registers; sum(f, x): what
+// sums of factors and of ones, by activations, come to. One that is infinite leaves no number. SHORT: whether those have 11 significant bits or fewer, as what
+// tensor cores multiply; SCALED, OFFSET: whether there is a scale, and an offset.
+struct Unscaled {
+    __device__ __forceinline__ float sum(float factors, float) const { return factors; }
+};
+// Bits of an f16, NaN where it is infinite.
+__device__ __forceinline__ uint32_t finite_half(uint32_t bits) {
+    return (bits & 0x7FFFu) == 0x7C00u ? 0x7E00u : bits;
+}
+
 struct TileF32 {
     static constexpr int BYTES = 4096;
     struct Quarter {
-        static constexpr bool SHORT = false, SCALED = false, OFFSET = false;
+        static constexpr bool SHORT = false, OFFSET = false;
+        typedef Unscaled Scaling;
+        __device__ __forceinline__ Scaling scaling() const { return {}; }
         float4 pieces[2];
-        __device__ __forceinline__ void fetch(const uint8_t* block, int row, int q) {
+        __device__ __forceinline__ void fetch(const uint8_t* block, unsigned row, int further, unsigned q) {
 #pragma unroll
             for (int i = 0; i < 2; i++)
-                pieces[i] = *reinterpret_cast<const float4*>(block + 512 * (2 * q + i) + 16 * row);
+                pieces[i] = *reinterpret_cast<const float4*>(block + (1024 * q + 16 * row) + 512 * i + 16 * further);
         }
-        __device__ __forceinline__ void factors(float* w, int) const {
+        __device__ __forceinline__ void factors(float* w, unsigned) const {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 w[4 * i] = pieces[i].x, w[4 * i + 1] = pieces[i].y;
@@ -123,12 +134,14 @@ __device__ __forceinline__ void halves(const uint4& piece, float* w) {
 struct TileF16 {
     static constexpr int BYTES = 2048;
     struct Quarter {
-        static constexpr bool SHORT = true, SCALED = false, OFFSET = false;
+        static constexpr bool SHORT = true, OFFSET = false;
+        typedef Unscaled Scaling;
+        __device__ __forceinline__ Scaling scaling() const { return {}; }
         uint4 piece;
-        __device__ __forceinline__ void fetch(const uint8_t* block, int row, int q) {
-            piece = *reinterpret_cast<const uint4*>(block + 512 * q + 16 * row);
+        __device__ __forceinline__ void fetch(const uint8_t* block, unsigned row, int further, unsigned q) {
+            piece = *reinterpret_cast<const uint4*>(block + (512 * q + 16 * row) + 16 * further);
         }
-        __device__ __forceinline__ void factors(float* w, int) const { halves(piece, w); }
+        __device__ __forceinline__ void factors(float* w, unsigned) const { halves(piece, w); }
     };
     uint4 pieces[4];
     __device__ __forceinline__ void fetch(const uint8_t* block, int row) {
@@ -145,19 +158,25 @@ struct TileF16 {
 struct TileQ8_0 {
     static constexpr int BYTES = 1088;
     struct Quarter {
-        static constexpr bool SHORT = true, SCALED = true, OFFSET = false;
+        static constexpr bool SHORT = true, OFFSET = false;
+        struct Scaling {
+            uint32_t d;
+            __device__ __forceinline__ float sum(float factors, float) const {
+                return f16_to_f32(uint16_t(d)) * factors;
+            }
+        };
+        __device__ __forceinline__ Scaling scaling() const { return {finite_half(d)}; }
         uint2 codes;
         uint16_t d;
-        __device__ __forceinline__ void fetch(const uint8_t* block, int row, int q) {
-            codes = *reinterpret_cast<const uint2*>(block + 512 * (q / 2) + 16 * row + 8 * (q % 2));
-            d = *reinterpret_cast<const uint16_t*>(block + 1024 + 2 * row);
+        __device__ __forceinline__ void fetch(const uint8_t* block, unsigned row, int further, unsigned q) {
+            codes = *reinterpret_cast<const uint2*>(block + (512 * (q / 2) + 8 * (q % 2) + 16 * row) + 16 * further);
+            d = *reinterpret_cast<const uint16_t*>(block + 2 * row + (1024 + 2 * further));
         }
-        __device__ __forceinline__ void factors(float* w, int) const {
+        __device__ __forceinline__ void factors(float* w, unsigned) const {
             const uint32_t words[2] = {codes.x ^ 0x80808080u, codes.y ^ 0x80808080u};
 #pragma unroll
             for (int i = 0; i < 8; i++) w[i] = byte_to_f32(words[i / 4], i % 4, 8388736.0f);
         }
-        __device__ __forceinline__ float scale() const { return f16_to_f32(d); }
     };
     uint4 codes[2];
     uint16_t d;
@@ -179,23 +198,31 @@ struct TileQ8_0 {
 struct TileQ4_1 {
     static constexpr int BYTES = 640;
     struct Quarter {
-        static constexpr bool SHORT = true, SCALED = true, OFFSET = true;
+        static constexpr bool SHORT = true, OFFSET = true;
+        struct Scaling {
+            uint32_t dm;
+            __device__ __forceinline__ float sum(float factors, float ones) const {
+                const float scale = 2.0f * f16_to_f32(uint16_t(dm & 0xFFFFu));
+                return fmaf(scale, factors, fmaf(-8.0f, scale, f16_to_f32(uint16_t(dm >> 16))) * ones);
+            }
+        };
+        __device__ __forceinline__ Scaling scaling() const {
+            return {finite_half(dm & 0xFFFFu) | finite_half(dm >> 16) << 16};
+        }
         uint2 codes;
         uint32_t dm;
-        __device__ __forceinline__ void fetch(const uint8_t* block, int row, int q) {
-            codes = *reinterpret_cast<const uint2*>(block + 16 * row + 8 * (q % 2));
-            dm = *reinterpret_cast<const uint32_t*>(block + 512 + 4 * row);
+        __device__ __forceinline__ void fetch(const uint8_t* block, unsigned row, int further, unsigned q) {
+            codes = *reinterpret_cast<const uint2*>(block + (16 * row + 8 * (q % 2)) + 16 * further);
+            dm = *reinterpret_cast<const uint32_t*>(block + 4 * row + (512 + 4 * further));
         }
-        // Codes about their middle, so that scale and offset cancel each other less.
-        __device__ __forceinline__ void factors(float* w, int q) const {
-            const int shift = 4 * (q / 2);
-            const uint32_t words[2] = {(codes.x >> shift) & 0x0F0F0F0Fu, (codes.y >> shift) & 0x0F0F0F0Fu};
+        // 8 + code / 2: under the exponent of 8 the upper bits of a float's fraction, a permute each.
+        __device__ __forceinline__ void factors(float* w, unsigned q) const {
+            const unsigned shift = q / 2 != 0 ? 31 : 3;  // to the left: bits 3 to 6 of each byte
+            const uint32_t words[2] = {__funnelshift_l(codes.x, codes.x, shift) & 0x78787878u,
+                                       __funnelshift_l(codes.y, codes.y, shift) & 0x78787878u};
 #pragma unroll
-            for (int i = 0; i < 8; i++) w[i] = byte_to_f32(words[i / 4], i % 4, 8388616.0f);
-        }
-        __device__ __forceinline__ float scale() const { return f16_to_f32(uint16_t(dm & 0xFFFFu)); }
-        __device__ __forceinline__ float offset() const {
-            return fmaf(8.0f, scale(), f16_to_f32(uint16_t(dm >> 16)));
+            for (int i = 0; i < 8; i++)
+                w[i] = __uint_as_float(__byte_perm(words[i / 4], 0x41000000u, 0x7044u | i % 4 << 8));
         }
     };
     uint4 codes;

@@ -7,27 +7,39 @@
 #define MEMRA_TENSOR (MEMRA_CUDA && __CUDA_ARCH__ >= 800)
 #endif
 
-// Where the weights of a product lie: each 16 outputs are 8 rows of one matrix and 8 of another, or of the same.
-template <class First, class Second>
+// Where the weights of a product lie. An instruction multiplies 16 rows of weights: eight of one matrix and those
+// that are multiplied with them (`lower`), which are
+//   the next eight of the same matrix   OfMatrix
+//   the same eight of another one       OfPair
+//   the same eight, a block of columns further on   OfBlocks
+template <class First, class Second, int LOWER_ROW, int N_BLOCKS>
 struct Weights {
-    typedef First Upper;   // tile of the first 8 of 16 outputs
+    typedef First Upper;   // tile of the first eight
     typedef Second Lower;  // of the others
-    const uint8_t* upper;  // tiles that hold them
+    static constexpr int LOWER = LOWER_ROW;     // rows from the first eight to the others
+    static constexpr int STEP = 8 + LOWER_ROW;  // from an instruction's rows to those of the next
+    static constexpr int BLOCKS = N_BLOCKS;     // blocks of columns of an instruction
+    const uint8_t* upper;                       // tiles that hold them
     const uint8_t* lower;
-    int upper_row, lower_row;  // of the first output, in its tile
-    int step;                  // rows from 16 outputs to the next
+    unsigned row;  // of the first output, in its tile
 };
-
-// OUTS outputs of one matrix from `first` on, a multiple of OUTS.
 template <class Tile>
-__device__ __forceinline__ Weights<Tile, Tile> of_matrix(const uint8_t* w, int first, int n_blocks) {
-    const uint8_t* tile = w + size_t(first / TILE_ROWS) * n_blocks * Tile::BYTES;
-    return {tile, tile, first % TILE_ROWS, first % TILE_ROWS + 8, 16};
+using OfMatrix = Weights<Tile, Tile, 8, 1>;
+template <class First, class Second>
+using OfPair = Weights<First, Second, 0, 1>;
+template <class Tile>
+using OfBlocks = Weights<Tile, Tile, 0, 2>;
+
+// OUTS outputs of one matrix from `first` on, a multiple of OUTS: W is OfMatrix or OfBlocks.
+template <class W>
+__device__ __forceinline__ W of_matrix(const uint8_t* w, unsigned first, unsigned n_blocks) {
+    const uint8_t* tile = w + size_t(first / TILE_ROWS * n_blocks) * W::Upper::BYTES;
+    return {tile, tile, first % TILE_ROWS};
 }
 // As many outputs of each of two matrices, from `first` on, a multiple of them.
 template <class First, class Second>
-__device__ __forceinline__ Weights<First, Second> of_pair(const uint8_t* a, const uint8_t* b, int first,
-                                                          int n_blocks) {
-    const size_t tile = size_t(first / TILE_ROWS) * n_blocks;
-    return {a + tile * First::BYTES, b + tile * Second::BYTES, first % TILE_ROWS, first % TILE_ROWS, 8};
+__device__ __forceinline__ OfPair<First, Second> of_pair(const uint8_t* a, const uint8_t* b, unsigned first,
+                                                         unsigned n_blocks) {
+    const size_t tile = first / TILE_ROWS * n_blocks;
+    return {a + tile * First::BYTES, b + tile * Second::BYTES, first % TILE_ROWS};
 }

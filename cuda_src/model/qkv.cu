@@ -5,6 +5,7 @@
 
 constexpr int OUTS = 32;  // one block of a cache row
 constexpr int PAIRS = OUTS / 2;
+constexpr unsigned STAYS = 0xFFFFFFFFu;  // channel of what is not rotated
 
 struct Turn {
     float cosine, sine;
@@ -43,70 +44,85 @@ __global__ void __launch_bounds__(MOST_THREADS<576>)
              int32_t head_dim, int32_t n_rot, int32_t n_positions, int32_t capacity,
              int32_t n_blocks, int32_t slice_blocks, int32_t n_slices, float share, float eps) {
     DYN_SMEM(float, staged);  // first, for its alignment
-    const int first_row = blockIdx.y * group;
-    const int rows = min(group, n_rows - first_row);
-    const Cut cut = {n_blocks, slice_blocks, n_slices};
-    const float* x = h + size_t(first_row) * n_blocks * TILE_COLS;
-    float* parts = staged + rows * OUTS;
-    float* squares = parts + size_t(rows) * n_slices * PITCH<OUTS>;
+    const unsigned first_row = blockIdx.y * group;
+    const unsigned rows = min(unsigned(group), n_rows - first_row);
+    const Cut cut = {unsigned(n_blocks), unsigned(slice_blocks), unsigned(n_slices)};
     admit_successor();
+    Product<OUTS, true, OfMatrix<Tile>> product(of_matrix<OfMatrix<Tile>>(w, blockIdx.x * OUTS, n_blocks), cut,
+                                                       gain, threadIdx.x, blockDim.x);
+
+    typedef Sums<OUTS, 2, 9> Adders;
+    const SharedFloats parts(staged + rows * OUTS), squares(staged + rows * (OUTS + n_slices * PITCH<OUTS>));
+    const Adders adders(parts, squares, n_slices);
     const int first = column + blockIdx.x * OUTS;  // q_dim and kv_dim are whole blocks
-    const auto rotated = [&](int pair) {
-        return first < q_dim + kv_dim && (first + pair) % head_dim < n_rot;
+    const bool is_q = first < q_dim, is_k = !is_q && first < q_dim + kv_dim;
+    const int from = first - q_dim - (is_k ? 0 : kv_dim);
+    const Side side = {is_k ? k_plane : v_plane, from / OUTS, kv_dim / OUTS};
+    const unsigned pairs = rows * PAIRS, n = Adders::numbers(pairs);
+    // Everything of a thread's first pair is known before the products but for its turn, which is asked for early.
+    unsigned number = threadIdx.x, r, pair, channel;
+    SharedFloats at = parts, squares_at = squares;
+    unsigned writes;
+    float* to;  // of its row
+    const auto take = [&] {
+        const unsigned sum = Adders::sum_at(number);
+        writes = sum < pairs && Adders::leads(number);
+        r = min(sum, pairs - 1) / PAIRS, pair = sum % PAIRS * 2;
+        at = adders.output_at(r, pair), squares_at = adders.squares_at(r);
+        channel = unsigned(first + pair) % unsigned(head_dim);
+        if (!is_q && !is_k || channel >= unsigned(n_rot)) channel = STAYS;
+        to = is_q ? q + size_t(first_row + r) * q_dim + first : staged + r * OUTS;
+        settle(channel);
     };
     int position = 0;
     int slot = 0;  // physical row of row 0 of the group
-    const auto early = [&] {
+    Turn turn;
+    const auto ask = [&] {
+        turn = {NAN_F32, NAN_F32};
+        const unsigned p = position + r;
+        if (channel != STAYS && p < unsigned(n_positions))
+            turn = *reinterpret_cast<const Turn*>(angles + (size_t(p) * n_rot + channel));
+    };
+    take();
+    product.run(h + size_t(first_row) * n_blocks * TILE_COLS, rows, parts, squares, [&] {
+        if (number >= n) return;
         position = pos_d[0] + first_row;
         slot = len_d[0] + first_row - (base_d == nullptr ? 0 : base_d[0]);
-    };
-    const auto turn_of = [&](int r, int pair) {
-        if (!rotated(pair)) return Turn{1.0f, 0.0f};
-        if (position + r < 0 || position + r >= n_positions) return Turn{NAN_F32, NAN_F32};
-        const float* turn = angles + size_t(position + r) * n_rot + (first + pair) % head_dim;
-        return Turn{turn[0], turn[1]};
-    };
-
-    Product<OUTS, false, true, Weights<Tile, Tile>> product(
-        of_matrix<Tile>(w, blockIdx.x * OUTS, n_blocks), cut, gain, threadIdx.x, blockDim.x);
-    product.run(x, rows, parts, squares, early);
-    typedef Sums<OUTS, 2, 9> Adders;
-    const Adders adders = {n_slices};
-    const unsigned pairs = rows * PAIRS;
-    const auto turn_at = [&](unsigned number) {
-        const unsigned at = Adders::sum_at(number);
-        return at < pairs ? turn_of(at / PAIRS, 2 * (at % PAIRS)) : Turn{1.0f, 0.0f};
-    };
+    });
     // Its position has come with the activations; asked for any earlier, a turn would be waited for.
-    Turn turn = turn_at(threadIdx.x);
+    if (number < n) ask();
     __syncthreads();
 
     // A row is one warp's on a GPU, which also stores its block of k or v.
 #pragma unroll 1
-    for (unsigned number = threadIdx.x; number < Adders::numbers(pairs); number += blockDim.x) {
-        if (number >= blockDim.x) turn = turn_at(number);
-        const unsigned at = min(Adders::sum_at(number), pairs - 1);
-        const bool writes = Adders::leads(number) && Adders::sum_at(number) == at;
-        const int r = at / PAIRS, pair = 2 * (at % PAIRS);
-        const float scale = adders.scale(squares, r, share, eps);
-        float a = adders.output(parts, r, pair) * scale;
-        float b = adders.output(parts, r, pair + 1) * scale;
-        if (rotated(pair)) {
+    while (number < n) {
+        float sums[3];
+        adders.template total<3>(
+            [&](int i, float* v) {
+                const float2 both = at.pair(i * PITCH<OUTS>);
+                v[0] = both.x, v[1] = both.y, v[2] = squares_at.get(i);
+            },
+            sums);
+        const float scale = norm_scale(sums[2], share, eps);
+        float a = sums[0] * scale, b = sums[1] * scale;
+        if (channel != STAYS) {
             const float turned = a * turn.cosine - b * turn.sine;
             b = a * turn.sine + b * turn.cosine;
             a = turned;
         }
-        float* out = first < q_dim ? q + size_t(first_row + r) * q_dim + first : staged + r * OUTS;
-        if (writes) *reinterpret_cast<float2*>(out + pair) = make_float2(a, b);
-        if (first < q_dim) continue;  // the same for all threads of the block
-        __syncwarp();
-        const bool is_k = first < q_dim + kv_dim;
-        const int from = first - q_dim - (is_k ? 0 : kv_dim);
-        const Side side = {is_k ? k_plane : v_plane, from / OUTS, kv_dim / OUTS};
-        const int quarter = at % PAIRS;
-        if (writes && quarter < BLOCK_QUARTERS && slot + r >= 0 && slot + r < capacity) {
-            if (is_k) store_block<KF>(staged + r * OUTS, side, slot + r, quarter);
-            else store_block<VF>(staged + r * OUTS, side, slot + r, quarter);
+        if (writes) *reinterpret_cast<float2*>(to + pair) = make_float2(a, b);
+        if (!is_q) {  // the same for all threads of the block
+            __syncwarp();
+            const unsigned quarter = pair / 2;
+            const int64_t physical = int64_t(slot) + r;
+            if (writes && quarter < BLOCK_QUARTERS && physical >= 0 && physical < capacity) {
+                if (is_k) store_block<KF>(to, side, physical, quarter);
+                else store_block<VF>(to, side, physical, quarter);
+            }
         }
+        number += blockDim.x;
+        if (number >= n) break;
+        take();
+        ask();
     }
 }

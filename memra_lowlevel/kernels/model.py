@@ -50,8 +50,44 @@ __all__ = [
     "qkv_rows",
 ]
 
+
+@dataclass(frozen=True)
+class _Shape:
+    """How a kernel divides its product among blocks of threads and their warps."""
+
+    n_outs: int  # of a block
+    n_slices: int  # of the columns at most, each of which is a warp's
+    slice_floats: int  # shared memory of a row and slice; see PITCH in common/product.cuh
+    row_floats: int = 0  # and of a row beside that
+    at_once: int = 1  # blocks of columns that a warp multiplies at a time
+
+
+_QKV = _Shape(32, 18, 32 + 8 + 1, row_floats=32)
+_GATED = _Shape(16, 18, 32 + 8 + 1)
+#: Where a warp has one block of columns; several; several of a launch that does not start early:
+#: nothing is read ahead of time then, so more multiprocessors take part.
+_ADDED, _ADDED_TWO, _ADDED_LATE = (
+    _Shape(16, 24, 16 + 8), _Shape(16, 24, 16 + 8, at_once=2), _Shape(8, 24, 8 + 8, at_once=2)
+)  # fmt: skip
+
 _TILES = tuple(f.tile for f in TILE_FORMATS.values())
-_ROUNDING = "activations to 2^-21 on tensor cores, f32 sums in a fixed order; "
+#: Formats whose weights leave no registers for a second block of columns.
+_WIDE = ("f32",)
+
+
+def _added(shape: _Shape, tile: str) -> dict[str, str]:
+    return {"tile": tile, "blocks": str(shape.at_once), "outs": str(shape.n_outs)}
+
+
+_SUMS = tuple(
+    _added(shape, f.tile)
+    for f in TILE_FORMATS.values() for shape in (_ADDED, _ADDED_TWO, _ADDED_LATE)
+    if shape.at_once == 1 or f.name not in _WIDE
+)  # fmt: skip
+_ROUNDING = (
+    "activations to 2^-21 on tensor cores, f32 sums in a fixed order, for |w| of q4_1 read "
+    "|scale (code - 8)| + |8 scale + offset|; "
+)
 _MATRIX_EDGES = (
     "1 to 17 rows and more", "a last tile that is not full", "one block of columns",
     "a row of NaN", "infinite activations", "infinite weights", "infinite and NaN scales",
@@ -88,8 +124,8 @@ registry.register(
     KernelSpec(
         name="add_product",
         source="model/project.cu",
-        entry="add_product<{tile}>",
-        instances=tuple({"tile": t} for t in _TILES),
+        entry="add_product<{tile}, {blocks}, {outs}>",
+        instances=_SUMS,
         oracle="memra_lowlevel.reference.model:add_product",
         tolerance=Tolerance("relative", 2e-6, _ROUNDING + "relative to |h| + the sum of |w x|"),
         edges=(*_PRODUCT_EDGES, "one output"),
@@ -133,20 +169,12 @@ registry.register(
 
 #: Shared memory that the rows of one launch may take together; more rows go to further blocks.
 _SHARED_BYTES = 48 << 10
-#: Outputs of a block of threads, sums of each slice, and further floats of shared memory a row.
-_BLOCKS = {
-    "add_product": (16, 16, 0),
-    "gate_up_rows": (16, 32, 0),
-    "qkv_rows": (32, 32, 32),
-}
 #: Threads that keep a multiprocessor busy.
 _BUSY_THREADS = 576
 #: Rows that cost little more than one: see common/tensor_tile.cuh.
 _ROWS_AT_ONCE = 4
 #: Tiles of 32 logits that a block of threads has, a warp each.
 _TILES_AT_ONCE = 4
-#: Most slices of the columns, each of which is a warp's.
-_SLICES = {"add_product": 24, "gate_up_rows": 18, "qkv_rows": 18}
 
 
 class KvRows(Protocol):
@@ -291,7 +319,7 @@ def qkv_rows(
         stream.device, "qkv_rows", tile=matrix.tile,
         k_format=plane.k_format.constant, v_format=plane.v_format.constant,
     )  # fmt: skip
-    cut = _Cut(stream.device, "qkv_rows", matrix, n_rows, programmatic)
+    cut = _Cut(stream.device, kernel, _QKV, matrix, n_rows, programmatic)
     launch(
         stream, cut.config, kernel,
         matrix.tiles, h, gain, angles, positions, q, plane.k, plane.v, plane.len_d, plane.base_d,
@@ -321,9 +349,13 @@ def add_product(
     """
     _need("add_product", "x", x, n_rows * matrix.n_in)
     _need("add_product", "h", h, n_rows * matrix.n_out)
-    cut = _Cut(stream.device, "add_product", matrix, n_rows, programmatic)
+    shape = _ADDED
+    if matrix.n_in // 32 > shape.n_slices and matrix.format not in _WIDE:
+        shape = _ADDED_TWO if starts_early(stream.device, programmatic) else _ADDED_LATE
+    kernel = _kernel(stream.device, "add_product", **_added(shape, matrix.tile))
+    cut = _Cut(stream.device, kernel, shape, matrix, n_rows, programmatic)
     launch(
-        stream, cut.config, _kernel(stream.device, "add_product", tile=matrix.tile),
+        stream, cut.config, kernel,
         matrix.tiles, x, h, n_rows, cut.group, matrix.n_out, cut.n_blocks, cut.slice_blocks,
         cut.n_slices,
     )  # fmt: skip
@@ -360,10 +392,10 @@ def gate_up_rows(
     _need("gate_up_rows", "h", h, n_rows * gate.n_in)
     _need("gate_up_rows", "gain", gain, gate.n_in)
     _need("gate_up_rows", "out", out, n_rows * gate.n_out)
-    cut = _Cut(stream.device, "gate_up_rows", gate, n_rows, programmatic)
+    kernel = _kernel(stream.device, "gate_up_rows", gate=gate.tile, up=up.tile)
+    cut = _Cut(stream.device, kernel, _GATED, gate, n_rows, programmatic)
     launch(
-        stream, cut.config,
-        _kernel(stream.device, "gate_up_rows", gate=gate.tile, up=up.tile),
+        stream, cut.config, kernel,
         gate.tiles, up.tiles, h, gain, out, n_rows, cut.group, gate.n_out, cut.n_blocks,
         cut.slice_blocks, cut.n_slices, cut.share, eps,
     )  # fmt: skip
@@ -407,7 +439,7 @@ def logits_rows(
     n_blocks = matrix.n_in // 32
     cuda = stream.device.kind == "cuda"
     n_warps = _TILES_AT_ONCE if cuda else 1
-    floats = matrix.n_in + n_blocks + 33 * n_warps
+    floats = matrix.n_in + 4 + n_blocks + 33 * n_warps
     group = max(1, min(n_rows, _SHARED_BYTES // (4 * floats), 2 * _ROWS_AT_ONCE))
     config = LaunchConfig(
         (-(-matrix.n_tiles // n_warps), -(-n_rows // group), 1), (32 * n_warps, 1, 1),
@@ -472,8 +504,8 @@ def prepare(device: Device, formats: Iterable[str]) -> None:
     registry.kernels(
         device,
         [
-            *((name, {"tile": t}) for name in ("embed_rows", "add_product", "logits_rows")
-              for t in tiles),
+            *((name, {"tile": t}) for name in ("embed_rows", "logits_rows") for t in tiles),
+            *(("add_product", one) for one in _SUMS if one["tile"] in tiles),
             *(("gate_up_rows", {"gate": t, "up": t}) for t in tiles),
             ("pick_rows", {}),
         ],
@@ -484,39 +516,39 @@ class _Cut:
     """How a product is cut for a launch; bits depend on ``slice_blocks`` alone."""
 
     def __init__(
-        self, device: Device, kernel: str, matrix: TiledMatrix, n_rows: int, programmatic: bool
+        self,
+        device: Device,
+        kernel: Kernel,
+        shape: _Shape,
+        matrix: TiledMatrix,
+        n_rows: int,
+        programmatic: bool,
     ) -> None:
         self.n_blocks = matrix.n_in // 32
         self.share = 1.0 / matrix.n_in  # of a column in a mean
-        self.slice_blocks = slice_blocks(matrix.n_in, _SLICES[kernel])
+        self.slice_blocks = slice_blocks(matrix.n_in, shape.n_slices, shape.at_once)
         n_slices = self.n_slices = -(-self.n_blocks // self.slice_blocks)
-        outs, sums, floats = _BLOCKS[kernel]
-        floats += n_slices * (sums + 8 + (kernel != "add_product"))
+        floats = shape.row_floats + n_slices * shape.slice_floats
         # A slice per warp where threads run side by side; on the host each costs its barriers.
-        threads = min(32 * n_slices, _most_threads(device))
-        blocks = -(-matrix.n_out // outs)
+        threads = 32
+        if device.kind == "cuda":
+            threads = min(32 * n_slices, kernel.attributes["max_threads_per_block"] // 32 * 32)
+        blocks = -(-matrix.n_out // shape.n_outs)
         most_rows = _SHARED_BYTES // (4 * floats)
         self.group = max(1, min(n_rows, most_rows))
         if device.kind == "cuda":
-            # A block takes its rows one after the other, four at a time: where multiprocessors have
+            # A block takes its rows one after the other, some at a time: where multiprocessors have
             # nothing to do, other blocks read the same weights for some of them.
+            rows = _ROWS_AT_ONCE // shape.at_once
             most = device.limits.n_sms * max(1, _BUSY_THREADS // threads)
-            steps = -(-n_rows // _ROWS_AT_ONCE)
-            few = -(-steps // max(1, most // blocks)) * _ROWS_AT_ONCE
-            self.group = max(1, min(most_rows // _ROWS_AT_ONCE * _ROWS_AT_ONCE, few, n_rows))
+            few = -(-n_rows // rows // max(1, most // blocks)) * rows
+            self.group = max(1, min(most_rows // rows * rows, few, n_rows))
         self.config = LaunchConfig(
             (blocks, -(-n_rows // self.group), 1),
             (threads, 1, 1),
             4 * floats * self.group,
             programmatic=starts_early(device, programmatic),
         )
-
-
-def _most_threads(device: Device) -> int:
-    """Most threads of a block of a product; see common/product.cuh."""
-    if device.kind != "cuda":
-        return 32
-    return 1024 if 80 <= int(device.arch[3:]) < 120 else 512
 
 
 def _kernel(device: Device, name: str, **template: str) -> Kernel:

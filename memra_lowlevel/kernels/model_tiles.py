@@ -123,10 +123,12 @@ def tile_rows(rows: npt.NDArray[Any], format: str) -> npt.NDArray[np.uint8]:
     return out.reshape(-1)
 
 
-def slice_blocks(n_in: int, most_slices: int) -> int:
+def slice_blocks(n_in: int, most_slices: int, at_once: int = 1) -> int:
     """Blocks of 32 columns per slice of a product whose columns make up to ``most_slices``.
+
+    A multiple of ``at_once``, the blocks that are multiplied at a time.
 
     A function of the shape alone, because the slices decide the order of additions: it must not
     follow the device or the number of rows.
     """
-    return -(-(n_in // TILE_COLS) // most_slices)
+    return -(-(n_in // TILE_COLS) // (most_slices * at_once)) * at_once

@@ -95,13 +95,14 @@ def test_angles_of_no_table(wrong):
 
 
 def test_slices_are_a_function_of_the_shape_and_cover_it():
-    for most in ops._SLICES.values():
+    for shape in (ops._QKV, ops._GATED, ops._ADDED, ops._ADDED_TWO, ops._ADDED_LATE):
         for n_in in (32, 64, 576, 1536, 2400, 8192):
-            size = slice_blocks(n_in, most)
+            size = slice_blocks(n_in, shape.n_slices, shape.at_once)
             n = -(-(n_in // 32) // size)
-            assert 1 <= n <= most and (n - 1) * size < n_in // 32 <= n * size
-    assert {slice_blocks(576, most) for most in ops._SLICES.values()} == {1}, "a block per warp"
-    assert slice_blocks(1536, ops._SLICES["add_product"]) == 2
+            assert 1 <= n <= shape.n_slices and (n - 1) * size < n_in // 32 <= n * size
+            assert size % shape.at_once == 0
+        assert slice_blocks(576, shape.n_slices) == 1, "a block per warp"
+    assert slice_blocks(1536, 24) == slice_blocks(1536, 24, 2) == 2
 
 
 def test_special_weights_and_activations(bench):
@@ -183,6 +184,32 @@ def test_infinite_weights(bench, rng, format):
     up = upload(bench, np.ascontiguousarray(case.rows[::-1]), format)
     ops.gate_up_rows(bench.stream, matrix, up, x, bench.put(ones), out, n, EPS)
     same_infinities(bench.get(out), gated)
+
+
+def test_a_weight_that_is_no_number_in_its_lower_bits(bench):
+    """Tensor cores cut the bits off that tell such a weight of f32 from an infinity."""
+    weights = np.ones((40, 64), np.float32)
+    weights.view(np.uint32)[[3, 39], [0, 63]] = 0x7F800001, 0xFF801000
+    matrix = upload(bench, weights.view(np.uint8), "f32")
+    h = bench.put(np.zeros((2, 40), np.float32))
+    ops.add_product(bench.stream, matrix, bench.put(np.ones((2, 64), np.float32)), h, 2)
+    got, want = bench.get(h), np.full((2, 40), 64, np.float32)
+    want[:, [3, 39]] = np.nan
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_sum_that_starts_early_has_the_same_bits(bench, rng, format):
+    """Other blocks of threads do it then, where a warp has several blocks of columns."""
+    for n_in in (96, 1536, 2400):
+        matrix = upload(bench, stored(rng, 40, n_in, format), format)
+        x = bench.put(rng.standard_normal((5, n_in)).astype(np.float32))
+        for n in (1, 2, 3, 5):
+            late, early = (bench.put(np.zeros((n, 40), np.float32)) for _ in range(2))
+            ops.add_product(bench.stream, matrix, x, late, n)
+            ops.add_product(bench.stream, matrix, x, early, n, programmatic=True)
+            assert bits(bench.get(early)) == bits(bench.get(late)), (n_in, n)
+            assert np.isfinite(bench.get(late)).all()
 
 
 @pytest.mark.parametrize("format", ["q8_0", "q4_1"])
@@ -519,9 +546,13 @@ def test_rows_go_to_more_blocks_where_multiprocessors_have_nothing_to_do():
     gpu = SimpleNamespace(kind="cuda", arch="sm_90", limits=limits)
     host = SimpleNamespace(kind="host", arch="host", limits=limits)
 
-    def groups(kernel, n_out, n_in, device=gpu):
-        matrix = ops.TiledMatrix("f16", n_out, n_in, None)
-        cuts = {n: ops._Cut(device, kernel, matrix, n, False) for n in (1, 2, 5, 16)}
+    kernel = SimpleNamespace(attributes={"max_threads_per_block": 1024})
+
+    def cut_of(device, shape, n_out, n_in, n):
+        return ops._Cut(device, kernel, shape, ops.TiledMatrix("f16", n_out, n_in, None), n, False)
+
+    def groups(shape, n_out, n_in, device=gpu):
+        cuts = {n: cut_of(device, shape, n_out, n_in, n) for n in (1, 2, 5, 16)}
         for n, cut in cuts.items():
             assert cut.config.grid[1] == -(-n // cut.group)
             assert cut.config.shared_bytes // cut.group == cuts[1].config.shared_bytes
@@ -529,12 +560,12 @@ def test_rows_go_to_more_blocks_where_multiprocessors_have_nothing_to_do():
 
     # No row is refused by the launch, in its words, as on the host device.
     for device in (gpu, host):
-        none = ops._Cut(device, "add_product", ops.TiledMatrix("f16", 64, 64, None), 0, False)
+        none = cut_of(device, ops._ADDED, 64, 64, 0)
         assert none.group == 1 and none.config.grid[1] == 0
     # As many more blocks as there is room for, but four rows cost one of them as much as one.
-    assert groups("qkv_rows", 960, 576) == [1, 2, 4, 4]
-    assert groups("add_product", 576, 576) == [1, 2, 4, 8]
-    assert groups("add_product", 576, 1536) == [1, 2, 4, 8]
-    assert groups("gate_up_rows", 1536, 576) == [1, 2, 5, 16]  # there are blocks enough
-    assert groups("qkv_rows", 4800, 576) == [1, 2, 5, 12]  # shared memory takes 15 rows
-    assert groups("add_product", 576, 576, host) == [1, 2, 5, 16]
+    assert groups(ops._QKV, 960, 576) == [1, 2, 4, 4]
+    assert groups(ops._ADDED, 576, 576) == [1, 2, 4, 8]
+    assert groups(ops._ADDED_TWO, 576, 1536) == [1, 2, 2, 6]  # two rows cost as much as one
+    assert groups(ops._GATED, 1536, 576) == [1, 2, 5, 16]  # there are blocks enough
+    assert groups(ops._QKV, 4800, 576) == [1, 2, 5, 12]  # shared memory takes 15 rows
+    assert groups(ops._ADDED, 576, 576, host) == [1, 2, 5, 16]
