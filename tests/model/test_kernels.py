@@ -198,6 +198,20 @@ def test_a_weight_that_is_no_number_in_its_lower_bits(bench):
     np.testing.assert_array_equal(got, want)
 
 
+def test_a_sum_loads_its_kernels_of_every_shape(rng):
+    """A step is run once before it is captured, where its launches may start early or not."""
+    from memra_lowlevel import Device
+
+    registry = ops.registry
+    with Device("host") as device:
+        bench = Bench(device, device.stream(name="once"))
+        matrix = upload(bench, stored(rng, 32, 32, "q8_0"), "q8_0")
+        h = bench.put(np.zeros((1, 32), np.float32))
+        ops.add_product(bench.stream, matrix, bench.put(np.ones((1, 32), np.float32)), h, 1)
+        loaded = {key[2] for key in device.memo if key[0] == registry.__name__}
+    assert {e for e in registry.spec("add_product").expressions if "Q8_0" in e} <= loaded
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_sum_that_starts_early_has_the_same_bits(bench, rng, format):
     """Other blocks of threads do it then, where a warp has several blocks of columns."""
