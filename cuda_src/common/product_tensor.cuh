@@ -64,25 +64,27 @@ class Product {
             const unsigned r = r0 + ROWS_AT_ONCE<W>;
             const bool same = r < n_rows, more = same || works(next_);
             if (more) load(place(x, same ? now_ : next_, same ? r : 0, n_rows), v);
-            float sums[Tile::N_RESULTS];
+            float sums[Tile::N_RESULTS], others[Tile::N_RESULTS];
 #pragma unroll
             for (int i = 0; i < Tile::N_RESULTS; i++) {
                 sums[i] = tile_.result(c, i, t_);
-                if (W::BLOCKS == 2) {  // over both blocks, of which the slice may lack the second
-                    if (t_ % 2 != 0 && !both(now_)) sums[i] = 0.0f;
-                    sums[i] = sums[i] + __shfl_xor_sync(FULL_MASK, sums[i], 1);
+                if (W::BLOCKS == 2) {  // of the second block, which the slice may lack
+                    others[i] = __shfl_xor_sync(FULL_MASK, sums[i], 1);
+                    if (!both(now_)) others[i] = 0.0f;
                 }
             }
             if (t_ % W::BLOCKS == 0 && r0 + row < n_rows) {
                 const bool goes_on = now_.block != 0;
-                const auto put = [&](const SharedFloats& to, unsigned i, float sum) {
-                    if (goes_on) sum = to.get(i) + sum;
-                    to.put(i, sum);
-                };
                 const unsigned to = at + r0 * cut_.n_slices;
 #pragma unroll
-                for (int i = 0; i < Tile::N_RESULTS; i++) put(parts, to * PITCH<OUTS> + g_ + 8 * i, sums[i]);
-                if (NORM && g_ == 2 * t_) put(squares, to, square);  // one lane that has that row's
+                for (int i = 0; i < Tile::N_RESULTS; i++) {
+                    const unsigned out = to * PITCH<OUTS> + g_ + 8 * i;
+                    float sum = goes_on ? parts.get(out) + sums[i] : sums[i];
+                    if (W::BLOCKS == 2) sum = sum + others[i];
+                    parts.put(out, sum);
+                }
+                if (NORM && g_ == 2 * t_)  // one lane that has that row's
+                    squares.put(to, goes_on ? squares.get(to) + square : square);
             }
             if (!more) break;
             r0 = same ? r : 0;

@@ -78,7 +78,7 @@ __device__ __forceinline__ void codes_u4(const uint4& v, float* c) {
 // Quarter: columns 8 * q ... 8 * q + 7 of row `row + further` as factor * scale + offset; `further` is known when
 // it is compiled. factors(v): the factors. Scaling, of scaling(): scale and offset in few registers; sum(f, x): what
 // sums of factors and of ones, by activations, come to. One that is infinite leaves no number. SHORT: whether those have 11 significant bits or fewer, as what
-// tensor cores multiply; SCALED, OFFSET: whether there is a scale, and an offset.
+// tensor cores multiply; OFFSET: whether there is an offset.
 struct Unscaled {
     __device__ __forceinline__ float sum(float factors, float) const { return factors; }
 };
@@ -202,8 +202,8 @@ struct TileQ4_1 {
         struct Scaling {
             uint32_t dm;
             __device__ __forceinline__ float sum(float factors, float ones) const {
-                const float scale = 2.0f * f16_to_f32(uint16_t(dm & 0xFFFFu));
-                return fmaf(scale, factors, fmaf(-8.0f, scale, f16_to_f32(uint16_t(dm >> 16))) * ones);
+                const float scale = f16_to_f32(uint16_t(dm & 0xFFFFu));
+                return fmaf(scale, factors, fmaf(8.0f, scale, f16_to_f32(uint16_t(dm >> 16))) * ones);
             }
         };
         __device__ __forceinline__ Scaling scaling() const {
@@ -215,14 +215,12 @@ struct TileQ4_1 {
             codes = *reinterpret_cast<const uint2*>(block + (16 * row + 8 * (q % 2)) + 16 * further);
             dm = *reinterpret_cast<const uint32_t*>(block + 4 * row + (512 + 4 * further));
         }
-        // 8 + code / 2: under the exponent of 8 the upper bits of a float's fraction, a permute each.
+        // Codes about their middle, so that scale and offset cancel each other less.
         __device__ __forceinline__ void factors(float* w, unsigned q) const {
-            const unsigned shift = q / 2 != 0 ? 31 : 3;  // to the left: bits 3 to 6 of each byte
-            const uint32_t words[2] = {__funnelshift_l(codes.x, codes.x, shift) & 0x78787878u,
-                                       __funnelshift_l(codes.y, codes.y, shift) & 0x78787878u};
+            const unsigned shift = 4 * (q / 2);
+            const uint32_t words[2] = {(codes.x >> shift) & 0x0F0F0F0Fu, (codes.y >> shift) & 0x0F0F0F0Fu};
 #pragma unroll
-            for (int i = 0; i < 8; i++)
-                w[i] = __uint_as_float(__byte_perm(words[i / 4], 0x41000000u, 0x7044u | i % 4 << 8));
+            for (int i = 0; i < 8; i++) w[i] = byte_to_f32(words[i / 4], i % 4, 8388616.0f);
         }
     };
     uint4 codes;

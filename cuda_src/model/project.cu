@@ -6,7 +6,7 @@
 //   x  f32 [n_rows, 32 * n_blocks]
 //   h  f32 [n_rows, n_out], updated in place
 // group rows are taken at a time. BLOCKS: blocks of columns that a warp multiplies at a time, 1 or 2. OUTS: 16, or 8
-// where BLOCKS is 2.
+// too where BLOCKS is 2.
 template <class Tile, int BLOCKS, int OUTS>
 __global__ void __launch_bounds__(MOST_THREADS<768>, 1)
     add_product(const uint8_t* __restrict__ w, const float* x, float* h, int32_t n_rows,

@@ -64,8 +64,8 @@ class _Shape:
 
 _QKV = _Shape(32, 18, 32 + 8 + 1, row_floats=32)
 _GATED = _Shape(16, 18, 32 + 8 + 1)
-#: Where a warp has one block of columns; several; several of a launch that does not start early:
-#: nothing is read ahead of time then, so more multiprocessors take part.
+#: A warp multiplies one block of columns at a time; two, where it has several; two in a launch that
+#: does not start early: nothing is read ahead of time then, so more multiprocessors take part.
 _ADDED, _ADDED_TWO, _ADDED_LATE = (
     _Shape(16, 24, 16 + 8), _Shape(16, 24, 16 + 8, at_once=2), _Shape(8, 24, 8 + 8, at_once=2)
 )  # fmt: skip
@@ -313,8 +313,15 @@ def qkv_rows(
     _need("qkv_rows", "h", h, n_rows * matrix.n_in)
     _need("qkv_rows", "gain", gain, matrix.n_in)
     _need("qkv_rows", "q", q, n_rows * q_dim)
-    _need("qkv_rows", "k", plane.k, plane.rows * plane.k_format.row_bytes(kv_dim) // 4)
-    _need("qkv_rows", "v", plane.v, plane.rows * plane.v_format.row_bytes(kv_dim) // 4)
+    for side, rows, row_format in (("k", plane.k, plane.k_format), ("v", plane.v, plane.v_format)):
+        _need_bytes("qkv_rows", side, rows, plane.rows * row_format.row_bytes(kv_dim))
+    if not 0 <= column <= column + matrix.n_out <= q_dim + 2 * kv_dim:
+        raise ArgumentError(
+            f"qkv_rows: columns {column} to {column + matrix.n_out} of q | k | v, which have "
+            f"{q_dim + 2 * kv_dim}; give the weights of columns that there are",
+            kernel="qkv_rows", name="column", got=str(column),
+            expected=f"0 to {q_dim + 2 * kv_dim - matrix.n_out}",
+        )  # fmt: skip
     kernel = _kernel(
         stream.device, "qkv_rows", tile=matrix.tile,
         k_format=plane.k_format.constant, v_format=plane.v_format.constant,
@@ -555,20 +562,25 @@ def _kernel(device: Device, name: str, **template: str) -> Kernel:
     key = (name, *template.values())
     found: Kernel | None = device.memo.get(key)
     if found is None:
-        # Of sums all shapes, so that a launch of another one finds its kernel loaded in a capture.
-        beside = [s for s in _SUMS if name == "add_product" and s["tile"] == template["tile"]]
-        loaded = registry.kernels(device, [(name, one) for one in (template, *beside)])
-        found = device.memo[key] = loaded[0]
+        instances = [template]
+        if name == "add_product" and not registry.loaded(device, name, **template):
+            # All shapes, so that a launch of another one finds its kernel loaded in a capture.
+            instances += [s for s in _SUMS if s["tile"] == template["tile"]]
+        found = device.memo[key] = registry.kernels(device, [(name, i) for i in instances])[0]
     return found
 
 
 def _need(kernel: str, name: str, buffer: Buffer, n_elements: int) -> None:
-    if buffer.n_bytes < 4 * n_elements:
+    _need_bytes(kernel, name, buffer, 4 * n_elements)
+
+
+def _need_bytes(kernel: str, name: str, buffer: Buffer, n_bytes: int) -> None:
+    if buffer.n_bytes < n_bytes:
         raise ArgumentError(
-            f"{kernel}: {name} holds {buffer.n_bytes} bytes, {4 * n_elements} are needed for these "
+            f"{kernel}: {name} holds {buffer.n_bytes} bytes, {n_bytes} are needed for these "
             "rows; take a larger workspace",
             kernel=kernel,
             name=name,
-            expected=f">= {4 * n_elements} bytes",
+            expected=f">= {n_bytes} bytes",
             got=f"{buffer.n_bytes} bytes",
         )

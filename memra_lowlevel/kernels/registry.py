@@ -182,6 +182,12 @@ def kernel(device: Device, name: str, **template: Any) -> Kernel:
     return kernels(device, [(name, template)])[0]
 
 
+def loaded(device: Device, name: str, **template: str) -> bool:
+    """Whether an instance is loaded, so that :func:`kernel` gives it in a capture too."""
+    found = spec(name)
+    return (__name__, found.source, found.expression(**template)) in device.memo
+
+
 def kernels(device: Device, wanted: Sequence[tuple[str, Instance]]) -> list[Kernel]:
     """Return several instances; those of one source that are missing share one compilation."""
     memo = device.memo

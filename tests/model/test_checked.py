@@ -65,13 +65,16 @@ def kernel(source, entry, check=True, threads=THREADS, **options):
     return launch
 
 
-def run_project(format, at_once=1, outs=16, source="model/project.cu", n_in=N_IN, **options):
+def run_project(
+    format, at_once=1, outs=16, source="model/project.cu", n_in=N_IN, blocks=2, **options
+):
+    """Of slices of so many blocks."""
     h, n_out = normal(ROWS, 20), 20
     entry = f"add_product<{TILE_FORMATS[format].tile}, {at_once}, {outs}>"
     launch = kernel(source, entry, **options)
     launch(
         -(-n_out // outs), (outs + 8) * SLICES, tiles(format, n_out, n_in), normal(ROWS, n_in), h,
-        I(ROWS), I(GROUP), I(n_out), I(n_in // 32), I(2), I(SLICES),
+        I(ROWS), I(GROUP), I(n_out), I(n_in // 32), I(blocks), I(-(-n_in // 32 // blocks)),
     )  # fmt: skip
     return h
 
@@ -189,10 +192,12 @@ def test_the_number_of_threads_changes_no_bit(name):
 @pytest.mark.parametrize("format", [f for f in TILE_FORMATS if f != "f32"])
 def test_blocks_at_a_time_and_outputs_of_a_block_change_no_bit(format, body):
     """A launch may take another shape for starting early: the sums are the same."""
-    one = RUNS[f"project {format}{body}"](check=False)
-    for outs in (16, 8):
-        two = RUNS[f"project {format} of two blocks, {outs} outputs{body}"](check=False)
-        assert two.tobytes() == one.tobytes(), outs
+    for blocks in (2, 4, 6):
+        one = RUNS[f"project {format}{body}"](check=False, blocks=blocks)
+        for outs in (16, 8):
+            name = f"project {format} of two blocks, {outs} outputs{body}"
+            two = RUNS[name](check=False, blocks=blocks)
+            assert two.tobytes() == one.tobytes(), (blocks, outs)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -213,17 +213,25 @@ def test_a_sum_loads_its_kernels_of_every_shape(rng):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_sum_that_starts_early_has_the_same_bits(bench, rng, format):
+def test_a_sum_that_starts_early_has_the_same_bits(bench, rng, format, monkeypatch):
     """Other blocks of threads do it then, where a warp has several blocks of columns."""
+
+    def run(n, early):
+        h = bench.put(np.zeros((n, 40), np.float32))
+        ops.add_product(bench.stream, matrix, x, h, n, programmatic=early)
+        return bits(bench.get(h))
+
     for n_in in (96, 1536, 2400):
         matrix = upload(bench, stored(rng, 40, n_in, format), format)
         x = bench.put(rng.standard_normal((5, n_in)).astype(np.float32))
         for n in (1, 2, 3, 5):
-            late, early = (bench.put(np.zeros((n, 40), np.float32)) for _ in range(2))
-            ops.add_product(bench.stream, matrix, x, late, n)
-            ops.add_product(bench.stream, matrix, x, early, n, programmatic=True)
-            assert bits(bench.get(early)) == bits(bench.get(late)), (n_in, n)
-            assert np.isfinite(bench.get(late)).all()
+            late = run(n, False)
+            with (
+                monkeypatch.context() as patch
+            ):  # the shape of an early launch, where there is none
+                patch.setattr(ops, "_ADDED_LATE", ops._ADDED_TWO)
+                assert run(n, False) == late, (n_in, n)
+            assert run(n, True) == late, (n_in, n)
 
 
 @pytest.mark.parametrize("format", ["q8_0", "q4_1"])
@@ -255,6 +263,24 @@ def test_weights_that_are_small_beside_their_scale(bench, rng):
     d, m = (float(np.float16(v)) for v in (10.0, 0.01))
     size = np.abs(x).astype(np.float64) @ (np.abs(d * (codes - 8)) + abs(8 * d + m))
     close(bench.get(h), oracle.product(rows, "q4_1", x), size[:, None], 2e-6)
+
+
+@pytest.mark.parametrize("n_in", [32, 96, 576])
+def test_small_weights_about_the_middle_of_their_codes(bench, rng, n_in):
+    """q4_1 of which nothing is left but a few steps: sums of whole codes would drown them."""
+    d = rng.uniform(0.5, 1.0, (40, n_in // 32)).astype(np.float16)
+    codes = rng.integers(7, 10, (40, n_in // 32, 32)).astype(np.uint8)
+    rows = np.zeros((40, n_in // 32, 20), np.uint8)
+    rows[:, :, :2] = d[..., None].view(np.uint8)
+    rows[:, :, 2:4] = (-8 * d)[..., None].view(np.uint8)
+    rows[:, :, 4:] = codes[:, :, :16] | codes[:, :, 16:] << 4
+    rows = rows.reshape(40, -1)
+    x = rng.uniform(0.5, 1.0, (5, n_in)).astype(np.float32)
+    h = bench.put(np.zeros((5, 40), np.float32))
+    ops.add_product(bench.stream, upload(bench, rows, "q4_1"), bench.put(x), h, 5)
+    steps = np.abs(codes.astype(np.float64) - 8) * d.astype(np.float64)[..., None]
+    size = x.astype(np.float64) @ steps.reshape(40, n_in).T
+    close(bench.get(h), oracle.product(rows, "q4_1", x), size, 2e-6)
 
 
 def test_an_offset_that_is_infinite_leaves_no_number(bench, rng):
@@ -515,6 +541,8 @@ def test_short_buffers_are_refused_before_anything_runs(bench, rng):
 
     plane_too_short = Rows(bench, 1, 32, formats.Q8_0, formats.Q5_1)
     plane_too_short.rows = 2
+    two_bytes_short = Rows(bench, 1, 32, formats.Q8_0, formats.Q5_1)
+    two_bytes_short.k = two_bytes_short.k.view(0, (32,), np.uint8)
     refused = {
         "x holds": lambda: ops.add_product(s, matrix, x, long, 3),
         "h holds": lambda: ops.add_product(s, matrix, long, h, 3),
@@ -527,7 +555,9 @@ def test_short_buffers_are_refused_before_anything_runs(bench, rng):
         "n_out is 40": lambda: qkv(small),
         "q_dim is 20": lambda: qkv(matrix, q_dim=20),
         "column is 8": lambda: qkv(matrix, column=8),
+        "columns 96 to 160 of": lambda: qkv(matrix, column=96),
         "k holds": lambda: qkv(matrix, plane_too_short),
+        "k holds 32 bytes, 34 are": lambda: qkv(matrix, two_bytes_short),
     }
     for text, call in refused.items():
         with pytest.raises(ArgumentError, match=text):

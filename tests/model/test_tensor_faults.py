@@ -31,7 +31,7 @@ def scales(format):
     )
 
 
-#: What is wrong, the header, its text and the fault, and who notices.
+#: What is wrong, the header, its text and the fault (or several of each), and who notices.
 FAULTS = (
     ("activations without their rest", "tensor_tile.cuh",
      "g % 2 != 0 ? UPPER_BITS : 0u", "g % 2 != 0 ? 0xFFFFFFFFu : 0u", sums("f16")),
@@ -49,17 +49,20 @@ FAULTS = (
      "finite_half(dm >> 16) << 16", "(dm >> 16) << 16",
      values.test_an_offset_that_is_infinite_leaves_no_number),
     ("offsets of codes about zero", "tiles.cuh",
-     "fmaf(-8.0f, scale, f16_to_f32(uint16_t(dm >> 16)))", "f16_to_f32(uint16_t(dm >> 16))",
+     "fmaf(8.0f, scale, f16_to_f32(uint16_t(dm >> 16)))", "f16_to_f32(uint16_t(dm >> 16))",
      sums("q4_1")),
+    ("codes far from their middle", "tiles.cuh",
+     ("8388616.0f", "fmaf(8.0f, scale,"), ("8388592.0f", "fmaf(-16.0f, scale,"),
+     lambda bench, rng: values.test_small_weights_about_the_middle_of_their_codes(bench, rng, 32)),
     ("a NaN of lower bits only is cut off", "tensor_tile.cuh",
      "if (!SHORT && w[i] != w[i]) w[i] = NAN_F32;", "",
      lambda bench, rng: values.test_a_weight_that_is_no_number_in_its_lower_bits(bench)),
     ("the last block of a slice alone", "product_tensor.cuh",
-     "if (goes_on) sum = to.get(i) + sum;", "", sums("q8_0", 2400)),
+     "goes_on ? parts.get(out) + sums[i] : sums[i]", "sums[i]", sums("q8_0", 2400)),
     ("one block of two twice", "product_tensor.cuh",
      "block(at, g_ / 2 % W::BLOCKS)", "block(at)", sums("f16", 2400)),
     ("a second block that is not there", "product_tensor.cuh",
-     "if (t_ % 2 != 0 && !both(now_)) sums[i] = 0.0f;", "", sums("q8_0", 2400)),
+     "if (!both(now_)) others[i] = 0.0f;", "", sums("q8_0", 2400)),
     ("squares of another row", "product_tensor.cuh",
      "g_ == 2 * t_", "g_ == 0",
      lambda bench, rng: values.test_gate_up_rows(bench, rng, ("f16", "f16"), (33, 576))),
@@ -71,9 +74,11 @@ FAULTS = (
 
 def plant(monkeypatch, folder, header, old, new):
     text = (cuda_src_root() / "common" / header).read_text()
-    assert text.count(old) == 1, old
+    for a, b in [(old, new)] if isinstance(old, str) else zip(old, new, strict=True):
+        assert text.count(a) == 1, a
+        text = text.replace(a, b)
     (folder / "common").mkdir()
-    (folder / "common" / header).write_text(text.replace(old, new))
+    (folder / "common" / header).write_text(text)
     tensor_cores.take(monkeypatch, (folder,))
 
 
