@@ -5,9 +5,9 @@
 // add up those of an output behind a barrier. Every sum has one fixed order. The number of threads decides
 // only who does what: no bit depends on it, nor on the number of rows.
 //
-// There are two bodies, of which a device takes one: a warp's tensor cores multiply 16 outputs by four rows
-// at a time, or eight by two (common/product_tensor.cuh), or, where there are none for floats, a thread multiplies one output
-// by one row (common/product_lanes.cuh). Their bits differ.
+// There are two bodies, of which a device takes one: a warp's tensor cores multiply 16 outputs by four rows at a
+// time, or eight by two (common/product_tensor.cuh), or, where there are none for floats, a thread multiplies one
+// output by one row (common/product_lanes.cuh). Their bits differ.
 #pragma once
 #include "common/dependent.cuh"
 #include "common/shared_floats.cuh"

@@ -1,8 +1,8 @@
-// Values that a compiler shall have ready at a point of its own choosing no longer.
+// Values that are ready where the code says so, not where a compiler finds it best.
 #pragma once
 #include "common/device.cuh"
 
-// A value in a register at this point, and neither before nor behind it: a load is asked for by now, a sum is made.
+// A value in a register at this point: what it is made of comes before, and what follows from it behind.
 #if MEMRA_CUDA
 #define MEMRA_SETTLE(type, constraint) \
     __device__ __forceinline__ void settle(type& v) { asm volatile("" : "+" constraint(v)); }

@@ -77,8 +77,8 @@ __device__ __forceinline__ void codes_u4(const uint4& v, float* c) {
 // decode(w): the same as floats.
 // Quarter: columns 8 * q ... 8 * q + 7 of row `row + further` as factor * scale + offset; `further` is known when
 // it is compiled. factors(v): the factors. Scaling, of scaling(): scale and offset in few registers; sum(f, x): what
-// sums of factors and of ones, by activations, come to. One that is infinite leaves no number. SHORT: whether those have 11 significant bits or fewer, as what
-// tensor cores multiply; OFFSET: whether there is an offset.
+// sums of factors and of ones, by activations, come to. One that is infinite leaves no number. SHORT: whether factors
+// have 11 significant bits or fewer, as what tensor cores multiply; OFFSET: whether there is an offset.
 struct Unscaled {
     __device__ __forceinline__ float sum(float factors, float) const { return factors; }
 };
