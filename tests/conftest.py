@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,27 +82,10 @@ def scale() -> int:
 @pytest.fixture(params=ON_BOTH_DEVICES, scope="module")
 def device(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Give an open Device; the test body is the same for both kinds."""
+    from full_device import opened_device
+
     with opened_device(request.param) as opened:
         yield opened
-
-
-def opened_device(name: str, rest_s: float = 1.0, attempts: int = 5) -> Any:
-    """Open a device that may be full for a moment.
-
-    A test beside this one asks a GPU for more memory than there is, and while the driver finds out
-    there may be none left for the context of another process.
-    """
-    from memra_lowlevel import Device
-    from memra_lowlevel.errors import OutOfMemory
-
-    for _ in range(attempts - 1):
-        try:
-            return Device(name)
-        except OutOfMemory as full:
-            if "cuDevicePrimaryCtxRetain" not in str(full):
-                raise
-            time.sleep(rest_s)
-    return Device(name)
 
 
 @pytest.fixture

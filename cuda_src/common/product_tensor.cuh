@@ -7,6 +7,7 @@
 // Included by common/product.cuh, which says what a product is.
 #pragma once
 #include "common/dependent.cuh"
+#include "common/neighbours.cuh"
 #include "common/shared_floats.cuh"
 #include "common/tensor_tile.cuh"
 
@@ -59,7 +60,7 @@ class Product {
             typename Tile::Results c;
             tile_.multiply(b, &c);
             // The rest up to the results is done meanwhile.
-            if (NORM) square = over_columns(square);
+            if (NORM) square = sum_of_neighbours<4>(square);  // of the lanes that share a row
             // The next rows, or the first ones of the next block.
             const unsigned r = r0 + ROWS_AT_ONCE<W>;
             const bool same = r < n_rows, more = same || works(next_);

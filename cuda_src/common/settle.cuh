@@ -9,7 +9,6 @@
 #else
 #define MEMRA_SETTLE(type, constraint) inline void settle(type&) {}
 #endif
-MEMRA_SETTLE(uint16_t, "h")
 MEMRA_SETTLE(uint32_t, "r")
 MEMRA_SETTLE(int32_t, "r")
 MEMRA_SETTLE(float, "f")

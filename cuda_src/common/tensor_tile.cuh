@@ -36,12 +36,6 @@ __device__ __forceinline__ void spread(const float4* pieces, float* v) {
         v[4 * i + 2] = pieces[i].z, v[4 * i + 3] = pieces[i].w;
     }
 }
-// The sum over the four lanes that share a row.
-__device__ __forceinline__ float over_columns(float sum) {
-    sum = sum + __shfl_xor_sync(FULL_MASK, sum, 1);
-    return sum + __shfl_xor_sync(FULL_MASK, sum, 2);
-}
-
 template <int OUTS, class W>
 class TensorTile {
     static constexpr int SUBS = OUTS * W::BLOCKS / 16;  // instructions beside each other

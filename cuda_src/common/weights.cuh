@@ -9,9 +9,9 @@
 
 // Where the weights of a product lie. An instruction multiplies 16 rows of weights: eight of one matrix and those
 // that are multiplied with them (`lower`), which are
-//   the next eight of the same matrix   OfMatrix
-//   the same eight of another one       OfPair
-//   the same eight, a block of columns further on   OfBlocks
+//   the next eight of the same matrix              OfMatrix<Tile>
+//   the same eight, a block of columns further on  OfMatrix<Tile, 2>
+//   the same eight of another one                  OfPair
 template <class First, class Second, int LOWER_ROW, int N_BLOCKS>
 struct Weights {
     typedef First Upper;   // tile of the first eight
@@ -23,14 +23,12 @@ struct Weights {
     const uint8_t* lower;
     unsigned row;  // of the first output, in its tile
 };
-template <class Tile>
-using OfMatrix = Weights<Tile, Tile, 8, 1>;
+template <class Tile, int BLOCKS = 1>
+using OfMatrix = Weights<Tile, Tile, BLOCKS == 1 ? 8 : 0, BLOCKS>;
 template <class First, class Second>
 using OfPair = Weights<First, Second, 0, 1>;
-template <class Tile>
-using OfBlocks = Weights<Tile, Tile, 0, 2>;
 
-// OUTS outputs of one matrix from `first` on, a multiple of OUTS: W is OfMatrix or OfBlocks.
+// OUTS outputs of one matrix from `first` on, a multiple of OUTS: W is an OfMatrix.
 template <class W>
 __device__ __forceinline__ W of_matrix(const uint8_t* w, unsigned first, unsigned n_blocks) {
     const uint8_t* tile = w + size_t(first / TILE_ROWS * n_blocks) * W::Upper::BYTES;

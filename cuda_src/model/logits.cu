@@ -1,5 +1,7 @@
 // The output layer: last norm, logits, and the greedy token of each row.
 #include "common/dependent.cuh"
+#include "common/neighbours.cuh"
+#include "common/reduce.cuh"
 #include "common/weights.cuh"
 
 constexpr int PICK_THREADS = 256;
@@ -31,12 +33,6 @@ __device__ __forceinline__ Best best_of_lanes(Best best) {
                                  __shfl_xor_sync(FULL_MASK, best.id, lanes)});
     return best;
 }
-template <int LANES>
-__device__ __forceinline__ float sum_of_lanes(float sum) {
-#pragma unroll
-    for (int lanes = 1; lanes < LANES; lanes *= 2) sum = sum + __shfl_xor_sync(FULL_MASK, sum, lanes);
-    return sum;
-}
 
 #if MEMRA_TENSOR
 #include "common/tensor_tile.cuh"
@@ -56,7 +52,7 @@ class TileProduct {
             if (i < n_blocks_) fetch(i, i);
     }
 
-    // x f32 [rows, pitch] in shared memory; out f32 [rows, 32] likewise, the warp's own.
+    // x f32 [rows, pitch] in shared memory; out f32 [rows, OWN] likewise, the warp's own.
     __device__ __forceinline__ void run(const float* x, int pitch, int rows, float* out) {
         const bool second = rows > AT_ONCE;
         float sums[2][4] = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
@@ -130,7 +126,7 @@ class TileProduct {
   public:
     __device__ __forceinline__ TileProduct(const uint8_t* tile, int n_blocks) : tile_(tile), n_blocks_(n_blocks) {}
 
-    // x f32 [rows, pitch] in shared memory; out f32 [rows, 32] likewise, the warp's own.
+    // x f32 [rows, pitch] in shared memory; out f32 [rows, OWN] likewise, the warp's own.
     __device__ __forceinline__ void run(const float* x, int pitch, int rows, float* out) {
         const int lane = threadIdx.x % WARP_LANES;
 #pragma unroll 1
@@ -202,7 +198,7 @@ __global__ void __launch_bounds__(128, 3)
     float square = 0.0f;
     if (r_own < rows)
         for (int i = q; i < n_blocks; i += SHARE) square = square + squares[r_own * n_blocks + i];
-    square = sum_of_lanes<SHARE>(square);
+    square = sum_of_neighbours<SHARE>(square);
     const bool leads = q == 0 && r_own < rows;
     if (leads) own[r_own * OWN + TILE_ROWS] = rsqrtf(square * share + eps);
     __syncwarp();
@@ -230,7 +226,7 @@ __global__ void __launch_bounds__(128, 3)
     for (int c = 0; c < TILE_ROWS; c += SHARE)
         if (first_out + q + c < n_vocab)
             sum = sum + (row[q + c] == best.value ? 1.0f : expf(row[q + c] - best.value));
-    sum = sum_of_lanes<SHARE>(sum);
+    sum = sum_of_neighbours<SHARE>(sum);
     if (leads) sums[at] = sum;
 }
 
@@ -269,7 +265,7 @@ KERNEL void pick_rows(const float* values, const int32_t* ids, const float* NULL
     float sum = 0.0f;
     for (int t = thread; t < n_tiles; t += PICK_THREADS)
         sum = sum + sums[row + t] * expf(values[row + t] - best.value);
-    sum = sum_of_lanes<WARP_LANES>(sum);
+    sum = warp_sum(sum);
     if (thread % WARP_LANES == 0) totals[warp] = sum;
     __syncthreads();
     if (thread == 0) {

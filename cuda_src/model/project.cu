@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(MOST_THREADS<768>, 1)
     const unsigned first_row = blockIdx.y * group;
     const unsigned rows = min(unsigned(group), n_rows - first_row);
     admit_successor();
-    typedef Weights<Tile, Tile, BLOCKS == 1 ? 8 : 0, BLOCKS> Matrix;
+    typedef OfMatrix<Tile, BLOCKS> Matrix;
     Product<OUTS, false, Matrix> product(of_matrix<Matrix>(w, first_out, n_blocks),
                                          Cut{unsigned(n_blocks), unsigned(slice_blocks), unsigned(n_slices)},
                                          nullptr, threadIdx.x, blockDim.x);

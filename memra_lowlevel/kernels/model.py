@@ -19,7 +19,7 @@ launched the ordinary way and every kernel here does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -315,12 +315,13 @@ def qkv_rows(
     _need("qkv_rows", "q", q, n_rows * q_dim)
     for side, rows, row_format in (("k", plane.k, plane.k_format), ("v", plane.v, plane.v_format)):
         _need_bytes("qkv_rows", side, rows, plane.rows * row_format.row_bytes(kv_dim))
-    if not 0 <= column <= column + matrix.n_out <= q_dim + 2 * kv_dim:
+    n_columns, end = q_dim + 2 * kv_dim, column + matrix.n_out
+    if column < 0 or end > n_columns:
         raise ArgumentError(
-            f"qkv_rows: columns {column} to {column + matrix.n_out} of q | k | v, which have "
-            f"{q_dim + 2 * kv_dim}; give the weights of columns that there are",
-            kernel="qkv_rows", name="column", got=str(column),
-            expected=f"0 to {q_dim + 2 * kv_dim - matrix.n_out}",
+            f"qkv_rows: columns {column} to {end} are not all in q | k | v, which have "
+            f"{n_columns}; move column, or give weights of fewer outputs",
+            kernel="qkv_rows", name="column", got=f"{column} and {matrix.n_out} outputs",
+            expected=f"0 <= column, column + n_out <= {n_columns}",
         )  # fmt: skip
     kernel = _kernel(
         stream.device, "qkv_rows", tile=matrix.tile,
@@ -359,7 +360,7 @@ def add_product(
     shape = _ADDED
     if matrix.n_in // 32 > shape.n_slices and matrix.format not in _WIDE:
         shape = _ADDED_TWO if starts_early(stream.device, programmatic) else _ADDED_LATE
-    kernel = _kernel(stream.device, "add_product", **_added(shape, matrix.tile))
+    kernel = _kernel(stream.device, "add_product", _SUMS, **_added(shape, matrix.tile))
     cut = _Cut(stream.device, kernel, shape, matrix, n_rows, programmatic)
     launch(
         stream, cut.config, kernel,
@@ -558,15 +559,20 @@ class _Cut:
         )
 
 
-def _kernel(device: Device, name: str, **template: str) -> Kernel:
+def _kernel(
+    device: Device, name: str, shapes: Sequence[dict[str, str]] = (), **template: str
+) -> Kernel:
+    """Give a kernel, loaded at its first use with those of ``shapes`` for the same tiles.
+
+    So a launch of another shape finds its kernel loaded in a capture.
+    """
     key = (name, *template.values())
     found: Kernel | None = device.memo.get(key)
     if found is None:
-        instances = [template]
-        if name == "add_product" and not registry.loaded(device, name, **template):
-            # All shapes, so that a launch of another one finds its kernel loaded in a capture.
-            instances += [s for s in _SUMS if s["tile"] == template["tile"]]
-        found = device.memo[key] = registry.kernels(device, [(name, i) for i in instances])[0]
+        wanted = [template]
+        if not registry.loaded(device, name, **template):
+            wanted += [s for s in shapes if s["tile"] == template["tile"]]
+        found = device.memo[key] = registry.kernels(device, [(name, t) for t in wanted])[0]
     return found
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "all_specs",
     "kernel",
     "kernels",
+    "loaded",
     "preload",
     "register",
     "spec",

@@ -17,7 +17,7 @@ def take(monkeypatch, headers=()):
     """
     plain = ops._kernel
 
-    def kernel(device, name, **template):
+    def kernel(device, name, shapes=(), **template):
         if name not in PRODUCTS:
             return plain(device, name, **template)
         assert device.kind == "host"

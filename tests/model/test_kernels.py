@@ -1,19 +1,16 @@
 """The kernels of a Llama block against their float64 oracles, on fresh random input."""
 
-import itertools
-from types import SimpleNamespace
-
 import gguf
 import numpy as np
 import pytest
 from conftest import Bench
-from products import EPS, FORMATS, ONE_HOT_EPS, bits, close, run_logits, stored, upload
+from products import EPS, FORMATS, ONE_HOT_EPS, Qkv, Rows, bits, close, stored, upload
 
 from memra_lowlevel import formats
 from memra_lowlevel.errors import ArgumentError
 from memra_lowlevel.kernels import kv_append
 from memra_lowlevel.kernels import model as ops
-from memra_lowlevel.kernels.model_tiles import TILE_FORMATS, slice_blocks, tile_rows
+from memra_lowlevel.kernels.model_tiles import TILE_FORMATS, tile_rows
 from memra_lowlevel.reference import model as oracle
 
 #: (outputs, columns): tiles and slices that are full and not, slices of one block and of several.
@@ -94,206 +91,6 @@ def test_angles_of_no_table(wrong):
     assert oracle.rope_angles(0, 64, 1.0).shape == (0, 32, 2)
 
 
-def test_slices_are_a_function_of_the_shape_and_cover_it():
-    for shape in (ops._QKV, ops._GATED, ops._ADDED, ops._ADDED_TWO, ops._ADDED_LATE):
-        for n_in in (32, 64, 576, 1536, 2400, 8192):
-            size = slice_blocks(n_in, shape.n_slices, shape.at_once)
-            n = -(-(n_in // 32) // size)
-            assert 1 <= n <= shape.n_slices and (n - 1) * size < n_in // 32 <= n * size
-            assert size % shape.at_once == 0
-        assert slice_blocks(576, shape.n_slices) == 1, "a block per warp"
-    assert slice_blocks(1536, 24) == slice_blocks(1536, 24, 2) == 2
-
-
-def test_special_weights_and_activations(bench):
-    rows = np.zeros((32, 34), np.uint8)
-    rows[:, 2:] = np.arange(-16, 16, dtype=np.int8).view(np.uint8)
-    scales = np.array([0.0, -0.0, 6e-8, -1.0, 65504.0, np.inf, np.nan] + [1.0] * 25, np.float16)
-    rows[:, :2] = scales[:, None].view(np.uint8)
-    x = np.ones((2, 32), np.float32)
-    x[1, 3] = np.inf
-    h = bench.put(np.zeros((2, 32), np.float32))
-    ops.add_product(bench.stream, upload(bench, rows, "q8_0"), bench.put(x), h, 2)
-    got = bench.get(h)
-    with np.errstate(invalid="ignore"):
-        want = oracle.product(rows, "q8_0", x)
-    np.testing.assert_array_equal(got[0], want[0].astype(np.float32))
-    assert (np.isnan(got[1]) == np.isnan(want[1])).all()
-
-
-def same_infinities(got, want, size=None):
-    """Where one is infinite or NaN the other is the same; ``size`` is the scale of other errors."""
-    finite = np.isfinite(want)
-    assert (np.isfinite(got) == finite).all()
-    np.testing.assert_array_equal(got[~finite], want[~finite])
-    if size is not None:
-        assert finite.any()
-        close(got[finite].astype(np.float64), want[finite], size[finite], 2e-6)
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_infinite_activations(bench, rng, format):
-    """A row of their own gets what the oracle gives; the rows beside it do not notice."""
-    n_out, n_in = 40, 96
-    rows = stored(rng, n_out, n_in, format)
-    if format in ("f32", "f16"):
-        rows.view(np.float32 if format == "f32" else np.float16)[7, 40] = 0  # times inf is NaN
-    x = rng.standard_normal((9, n_in)).astype(np.float32)
-    x[1, 40], x[2, 3], x[4, [5, 70]], x[6, [0, 95]] = np.inf, -np.inf, np.inf, (np.inf, -np.inf)
-    x[7, 33], x[7, 40] = np.nan, np.inf
-    h = np.zeros((9, n_out), np.float32)
-    h_d = bench.put(h)
-    ops.add_product(bench.stream, upload(bench, rows, format), bench.put(x), h_d, 9)
-    got = bench.get(h_d)
-    with np.errstate(invalid="ignore"):
-        want = oracle.add_product(rows, format, x, h)
-        size = np.abs(x).astype(np.float64) @ np.abs(oracle.weight_rows(rows, format)).T
-    if format == "q4_1":  # scale and offset meet the activations apart: infinities may meet too
-        assert not np.isfinite(got[~np.isfinite(want)]).any() and np.isnan(got[7]).all()
-        got = np.where(np.isfinite(want), got, want)
-    same_infinities(got, want, size)
-
-
-@pytest.mark.parametrize("format", ["f32", "f16"])
-def test_infinite_weights(bench, rng, format):
-    """In all products; activations have a rest beside what tensor cores take at once, and none."""
-    dtype, ones = np.float32 if format == "f32" else np.float16, np.ones(96, np.float32)
-    n, case = 6, Qkv(rng, format, 96, n=6)
-    case.gain = ones
-    case.h[1], case.h[2, ::2] = 1, 0
-    weights = case.rows.view(dtype)
-    for first in (0, case.q_dim + case.kv_dim):  # q and v
-        at = weights[first : first + 64]
-        at[3, 40], at[5, 41], at[9, [0, 95]] = np.inf, -np.inf, (np.inf, -np.inf)
-        at[20, [7, 8]], at[33, 6] = np.inf, np.nan
-    matrix = upload(bench, case.rows, format)
-    with np.errstate(invalid="ignore"):
-        (_, _, v), size = case.want(3), case.size()
-        rows = oracle.product(case.rows, format, case.h)
-        logits = oracle.logits_rows(case.rows, format, case.h, ones, EPS)
-        pair = (case.rows, format), (case.rows[::-1], format)
-        gated = oracle.gate_up_rows(*pair, case.h, ones, EPS)
-    plane = Rows(bench, n, case.kv_dim, formats.F32, formats.F32)
-    case.run(bench, plane, 3)
-    same_infinities(plane.get(bench)[1].view(np.float32), v, size[:, -case.kv_dim :])
-    h, out = bench.put(np.zeros(rows.shape, np.float32)), bench.out(n, matrix.n_out)
-    x = bench.put(case.h)
-    ops.add_product(bench.stream, matrix, x, h, n)
-    same_infinities(bench.get(h), rows, np.abs(rows) + 10)
-    same_infinities(run_logits(bench, matrix, case.h, ones, EPS)[0], logits, size)
-    up = upload(bench, np.ascontiguousarray(case.rows[::-1]), format)
-    ops.gate_up_rows(bench.stream, matrix, up, x, bench.put(ones), out, n, EPS)
-    same_infinities(bench.get(out), gated)
-
-
-def test_a_weight_that_is_no_number_in_its_lower_bits(bench):
-    """Tensor cores cut the bits off that tell such a weight of f32 from an infinity."""
-    weights = np.ones((40, 64), np.float32)
-    weights.view(np.uint32)[[3, 39], [0, 63]] = 0x7F800001, 0xFF801000
-    matrix = upload(bench, weights.view(np.uint8), "f32")
-    h = bench.put(np.zeros((2, 40), np.float32))
-    ops.add_product(bench.stream, matrix, bench.put(np.ones((2, 64), np.float32)), h, 2)
-    got, want = bench.get(h), np.full((2, 40), 64, np.float32)
-    want[:, [3, 39]] = np.nan
-    np.testing.assert_array_equal(got, want)
-
-
-def test_a_sum_loads_its_kernels_of_every_shape(rng):
-    """A step is run once before it is captured, where its launches may start early or not."""
-    from memra_lowlevel import Device
-
-    registry = ops.registry
-    with Device("host") as device:
-        bench = Bench(device, device.stream(name="once"))
-        matrix = upload(bench, stored(rng, 32, 32, "q8_0"), "q8_0")
-        h = bench.put(np.zeros((1, 32), np.float32))
-        ops.add_product(bench.stream, matrix, bench.put(np.ones((1, 32), np.float32)), h, 1)
-        loaded = {key[2] for key in device.memo if key[0] == registry.__name__}
-    assert {e for e in registry.spec("add_product").expressions if "Q8_0" in e} <= loaded
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_sum_that_starts_early_has_the_same_bits(bench, rng, format, monkeypatch):
-    """Other blocks of threads do it then, where a warp has several blocks of columns."""
-
-    def run(n, early):
-        h = bench.put(np.zeros((n, 40), np.float32))
-        ops.add_product(bench.stream, matrix, x, h, n, programmatic=early)
-        return bits(bench.get(h))
-
-    for n_in in (96, 1536, 2400):
-        matrix = upload(bench, stored(rng, 40, n_in, format), format)
-        x = bench.put(rng.standard_normal((5, n_in)).astype(np.float32))
-        for n in (1, 2, 3, 5):
-            late = run(n, False)
-            with (
-                monkeypatch.context() as patch
-            ):  # the shape of an early launch, where there is none
-                patch.setattr(ops, "_ADDED_LATE", ops._ADDED_TWO)
-                assert run(n, False) == late, (n_in, n)
-            assert run(n, True) == late, (n_in, n)
-
-
-@pytest.mark.parametrize("format", ["q8_0", "q4_1"])
-def test_a_scale_that_is_not_finite_leaves_no_number(bench, rng, format):
-    n_in, block_bytes = 96, TILE_FORMATS[format].block_bytes
-    rows = stored(rng, 40, n_in, format)
-    scales = rows.reshape(40, 3, block_bytes)[..., :2].view(np.float16)
-    scales[[2, 12, 22], [0, 1, 2]] = [[np.inf], [-np.inf], [np.nan]]
-    x = rng.standard_normal((5, n_in)).astype(np.float32)
-    h = bench.put(np.zeros((5, 40), np.float32))
-    ops.add_product(bench.stream, upload(bench, rows, format), bench.put(x), h, 5)
-    with np.errstate(invalid="ignore"):
-        want = oracle.product(rows, format, x)
-        size = np.abs(x).astype(np.float64) @ np.abs(oracle.weight_rows(rows, format)).T
-    assert np.isnan(want[:, [2, 12, 22]]).all(), "codes and activations of both signs"
-    same_infinities(bench.get(h), want, size)
-
-
-def test_weights_that_are_small_beside_their_scale(bench, rng):
-    """q4_1 about the middle of its codes: scale and offset cancel, and errors are theirs."""
-    rows = np.zeros((32, 20), np.uint8)
-    rows[:, :4] = np.array([10.0, 0.01], np.float16).view(np.uint8)
-    rows[:, 4] = 15  # of the first column; the others are the offset
-    x = rng.standard_normal((5, 32)).astype(np.float32)
-    x[:, 0] = 0.0
-    h = bench.put(np.zeros((5, 32), np.float32))
-    ops.add_product(bench.stream, upload(bench, rows, "q4_1"), bench.put(x), h, 5)
-    codes = np.array([15] + [0] * 31)
-    d, m = (float(np.float16(v)) for v in (10.0, 0.01))
-    size = np.abs(x).astype(np.float64) @ (np.abs(d * (codes - 8)) + abs(8 * d + m))
-    close(bench.get(h), oracle.product(rows, "q4_1", x), size[:, None], 2e-6)
-
-
-@pytest.mark.parametrize("n_in", [32, 96, 576])
-def test_small_weights_about_the_middle_of_their_codes(bench, rng, n_in):
-    """q4_1 of which nothing is left but a few steps: sums of whole codes would drown them."""
-    d = rng.uniform(0.5, 1.0, (40, n_in // 32)).astype(np.float16)
-    codes = rng.integers(7, 10, (40, n_in // 32, 32)).astype(np.uint8)
-    rows = np.zeros((40, n_in // 32, 20), np.uint8)
-    rows[:, :, :2] = d[..., None].view(np.uint8)
-    rows[:, :, 2:4] = (-8 * d)[..., None].view(np.uint8)
-    rows[:, :, 4:] = codes[:, :, :16] | codes[:, :, 16:] << 4
-    rows = rows.reshape(40, -1)
-    x = rng.uniform(0.5, 1.0, (5, n_in)).astype(np.float32)
-    h = bench.put(np.zeros((5, 40), np.float32))
-    ops.add_product(bench.stream, upload(bench, rows, "q4_1"), bench.put(x), h, 5)
-    steps = np.abs(codes.astype(np.float64) - 8) * d.astype(np.float64)[..., None]
-    size = x.astype(np.float64) @ steps.reshape(40, n_in).T
-    close(bench.get(h), oracle.product(rows, "q4_1", x), size, 2e-6)
-
-
-def test_an_offset_that_is_infinite_leaves_no_number(bench, rng):
-    rows = stored(rng, 40, 96, "q4_1")
-    rows.reshape(40, 3, -1)[[2, 12], [0, 2], 2:4] = np.float16([[np.inf], [-np.inf]]).view(np.uint8)
-    x = rng.standard_normal((5, 96)).astype(np.float32)
-    h = bench.put(np.zeros((5, 40), np.float32))
-    ops.add_product(bench.stream, upload(bench, rows, "q4_1"), bench.put(x), h, 5)
-    missing = np.zeros((5, 40), bool)
-    missing[:, [2, 12]] = True  # an infinity times activations of both signs
-    assert (np.isnan(bench.get(h)) == missing).all()
-
-
 # -- embedding -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("format", FORMATS)
 def test_embedding(bench, rng, format):
@@ -319,57 +116,6 @@ def test_a_token_outside_the_table_gives_nan_and_no_neighbour_suffers(bench, rng
 
 
 # -- norm, q, k, v, rotation, rows of the cache ----------------------------------------------------
-class Rows:
-    """Planes of one layer, poisoned, whose rows start behind ``length``."""
-
-    def __init__(self, bench, capacity, kv_dim, k_format, v_format, length=0, base=None):
-        self.k_format, self.v_format, self.rows = k_format, v_format, capacity
-        self.k = bench.out(capacity * k_format.row_bytes(kv_dim), dtype=np.uint8)
-        self.v = bench.out(capacity * v_format.row_bytes(kv_dim), dtype=np.uint8)
-        self.len_d = bench.put(np.array([length], np.int32))
-        self.base_d = None if base is None else bench.put(np.array([base], np.int32))
-
-    def get(self, bench):
-        return [bench.get(p).reshape(self.rows, -1) for p in (self.k, self.v)]
-
-
-class Qkv:
-    """Random weights and rows: ``heads`` query heads, ``kv_heads`` kv heads of ``dim``."""
-
-    def __init__(self, rng, format="q4_1", width=96, n=5, heads=3, kv_heads=1, dim=64, n_rot=64):
-        self.q_dim, self.kv_dim, self.dim = heads * dim, kv_heads * dim, dim
-        self.format, self.n, self.width = format, n, width
-        self.rows = stored(rng, self.q_dim + 2 * self.kv_dim, width, format)
-        self.h = rng.standard_normal((n, width)).astype(np.float32)
-        self.gain = rng.uniform(0.5, 1.5, width).astype(np.float32)
-        self.angles = oracle.rope_angles(100, n_rot, 1e4).astype(np.float32)
-
-    def want(self, position):
-        return oracle.qkv_rows(
-            self.rows, self.format, self.h, self.gain, EPS, self.angles, position, self.q_dim,
-            self.kv_dim, self.dim,
-        )  # fmt: skip
-
-    def size(self):
-        """Sum of |w x| for each output."""
-        x = np.abs(oracle.norm_rows(self.h, self.gain, EPS))
-        return x @ np.abs(oracle.weight_rows(self.rows, self.format)).T
-
-    def run(self, bench, plane, position, rows=slice(None), splits=None):
-        """q of some of the rows; the weights may be cut into several matrices."""
-        h = np.ascontiguousarray(self.h[rows])
-        q = bench.out(len(h), self.q_dim)
-        edges = [0, *(splits or []), len(self.rows)]
-        for begin, end in itertools.pairwise(edges):
-            ops.qkv_rows(
-                bench.stream, upload(bench, self.rows[begin:end], self.format), bench.put(h),
-                bench.put(self.gain), bench.put(self.angles),
-                bench.put(np.array([position], np.int32)), q, plane, len(h), EPS,
-                head_dim=self.dim, q_dim=self.q_dim, kv_dim=self.kv_dim, column=begin,
-            )  # fmt: skip
-        return bench.get(q)
-
-
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("width", [32, 576, 1216])
 def test_qkv_rows(bench, rng, format, width):
@@ -555,7 +301,7 @@ def test_short_buffers_are_refused_before_anything_runs(bench, rng):
         "n_out is 40": lambda: qkv(small),
         "q_dim is 20": lambda: qkv(matrix, q_dim=20),
         "column is 8": lambda: qkv(matrix, column=8),
-        "columns 96 to 160 of": lambda: qkv(matrix, column=96),
+        "columns 96 to 160 are not all": lambda: qkv(matrix, column=96),
         "k holds": lambda: qkv(matrix, plane_too_short),
         "k holds 32 bytes, 34 are": lambda: qkv(matrix, two_bytes_short),
     }
@@ -582,34 +328,3 @@ def test_the_same_bits_on_both_devices(format):
             return bench.get(embedded)
 
     assert bits(run("host")) == bits(run("cuda:0"))
-
-
-def test_rows_go_to_more_blocks_where_multiprocessors_have_nothing_to_do():
-    """SmolLM2 on 132 multiprocessors: outputs in 30, 36, 96 and 36 blocks; see _BUSY_THREADS."""
-    limits = SimpleNamespace(n_sms=132)
-    gpu = SimpleNamespace(kind="cuda", arch="sm_90", limits=limits)
-    host = SimpleNamespace(kind="host", arch="host", limits=limits)
-
-    kernel = SimpleNamespace(attributes={"max_threads_per_block": 1024})
-
-    def cut_of(device, shape, n_out, n_in, n):
-        return ops._Cut(device, kernel, shape, ops.TiledMatrix("f16", n_out, n_in, None), n, False)
-
-    def groups(shape, n_out, n_in, device=gpu):
-        cuts = {n: cut_of(device, shape, n_out, n_in, n) for n in (1, 2, 5, 16)}
-        for n, cut in cuts.items():
-            assert cut.config.grid[1] == -(-n // cut.group)
-            assert cut.config.shared_bytes // cut.group == cuts[1].config.shared_bytes
-        return [cut.group for cut in cuts.values()]
-
-    # No row is refused by the launch, in its words, as on the host device.
-    for device in (gpu, host):
-        none = cut_of(device, ops._ADDED, 64, 64, 0)
-        assert none.group == 1 and none.config.grid[1] == 0
-    # As many more blocks as there is room for, but four rows cost one of them as much as one.
-    assert groups(ops._QKV, 960, 576) == [1, 2, 4, 4]
-    assert groups(ops._ADDED, 576, 576) == [1, 2, 4, 8]
-    assert groups(ops._ADDED_TWO, 576, 1536) == [1, 2, 2, 6]  # two rows cost as much as one
-    assert groups(ops._GATED, 1536, 576) == [1, 2, 5, 16]  # there are blocks enough
-    assert groups(ops._QKV, 4800, 576) == [1, 2, 5, 12]  # shared memory takes 15 rows
-    assert groups(ops._ADDED, 576, 576, host) == [1, 2, 5, 16]

@@ -7,14 +7,18 @@ import pytest
 import tensor_cores
 import test_kernels
 import test_logits
+import test_shapes
+import test_special_numbers
 from conftest import Bench
 from products import FORMATS, bits, stored, upload
 
 from memra_lowlevel import Device
 from memra_lowlevel.kernels import model as ops
 
-_TESTS = {**vars(test_kernels), **vars(test_logits)}
-for _name, _value in _TESTS.items():  # every test that launches kernels
+_MODULES = (test_kernels, test_logits, test_shapes, test_special_numbers)
+for _name, _value in {
+    k: v for m in _MODULES for k, v in vars(m).items()
+}.items():  # every test that launches kernels
     if _name.startswith("test_") and "bench" in inspect.signature(_value).parameters:
         globals()[_name] = _value
 

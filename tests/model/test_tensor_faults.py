@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensor_cores
 import test_kernels as values
+import test_special_numbers as special
 from conftest import Bench
 
 from memra_lowlevel import Device
@@ -26,7 +27,7 @@ def sums(format, n_in=96):
 
 
 def scales(format):
-    return lambda bench, rng: values.test_a_scale_that_is_not_finite_leaves_no_number(
+    return lambda bench, rng: special.test_a_scale_that_is_not_finite_leaves_no_number(
         bench, rng, format
     )
 
@@ -39,24 +40,24 @@ FAULTS = (
      ": __float_as_uint(whole - __uint_as_float(a[i] & UPPER_BITS))", ": 0u", sums("f32")),
     ("a rest beside an infinity", "tensor_tile.cuh",
      "infinite(upper) ? upper : upper + rest", "upper + rest",
-     lambda bench, rng: values.test_infinite_activations(bench, rng, "f16")),
+     lambda bench, rng: special.test_infinite_activations(bench, rng, "f16")),
     ("a rest beside an infinite weight", "tensor_tile.cuh",
      "infinite(upper) ? upper : upper + rest", "upper + rest",
-     lambda bench, rng: values.test_infinite_weights(bench, rng, "f32")),
+     lambda bench, rng: special.test_infinite_weights(bench, rng, "f32")),
     ("infinite scales of q8_0 are multiplied", "tiles.cuh",
      "return {finite_half(d)};", "return {d};", scales("q8_0")),
     ("an infinite offset is added", "tiles.cuh",
      "finite_half(dm >> 16) << 16", "(dm >> 16) << 16",
-     values.test_an_offset_that_is_infinite_leaves_no_number),
+     special.test_an_offset_that_is_infinite_leaves_no_number),
     ("offsets of codes about zero", "tiles.cuh",
      "fmaf(8.0f, scale, f16_to_f32(uint16_t(dm >> 16)))", "f16_to_f32(uint16_t(dm >> 16))",
      sums("q4_1")),
     ("codes far from their middle", "tiles.cuh",
      ("8388616.0f", "fmaf(8.0f, scale,"), ("8388592.0f", "fmaf(-16.0f, scale,"),
-     lambda bench, rng: values.test_small_weights_about_the_middle_of_their_codes(bench, rng, 32)),
+     lambda bench, rng: special.test_small_weights_about_the_middle_of_their_codes(bench, rng, 32)),
     ("a NaN of lower bits only is cut off", "tensor_tile.cuh",
      "if (!SHORT && w[i] != w[i]) w[i] = NAN_F32;", "",
-     lambda bench, rng: values.test_a_weight_that_is_no_number_in_its_lower_bits(bench)),
+     lambda bench, rng: special.test_a_weight_that_is_no_number_in_its_lower_bits(bench)),
     ("the last block of a slice alone", "product_tensor.cuh",
      "goes_on ? parts.get(out) + sums[i] : sums[i]", "sums[i]", sums("q8_0", 2400)),
     ("one block of two twice", "product_tensor.cuh",

@@ -5,7 +5,7 @@
 PARTS=${PARTS:-e2e check12 bench second}
 CHECK12_S=${CHECK12_S:-190} BENCH_S=${BENCH_S:-190} SECOND_S=${SECOND_S:-90}
 GROUPS13=${GROUPS13:-ceilings,append,attend,rows,launch,replay,model,recur,latent,round,compile}
-SECOND=${SECOND:-ceilings append attend rows launch replay model round recur latent}
+SECOND=${SECOND:-ceilings append attend rows launch replay model recur latent round}
 DEVICE=${MEMRA_DEVICE:-cuda:0}
 export LIMIT=${LIMIT:-585}
 source .carry/HOST/common.sh
