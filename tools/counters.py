@@ -176,7 +176,7 @@ def _attend(run: Run, case: Case) -> Iterator[Callable[[], None]]:
         queries = normal((case.n_rows, case.n_heads, case.head_dim), 1)
         q = run.device.from_numpy(queries, run.stream)
         out = run.device.empty(q.shape, np.float32, run.stream)
-        yield lambda: layer.attend(run.stream, q, out, programmatic=True)
+        yield lambda: layer.attend(run.stream, q, out, programmatic=True, settled=True)
         run.stream.sync()
         q.close()
         out.close()

@@ -185,7 +185,7 @@ def bench(groups: Sequence[str], device: str, path: Path, limit_s: float) -> Ans
     from memra_lowlevel.bench import regress, result
 
     deadline = time.monotonic() + limit_s
-    now: dict[str, float] = {}
+    now: dict[str, regress.Ratio] = {}
     tables: list[str] = []
     lost: list[regress.Loss] = []
     again = list(groups)
@@ -205,7 +205,7 @@ def bench(groups: Sequence[str], device: str, path: Path, limit_s: float) -> Ans
         if found.problems:
             return {"ok": False, "failures": found.problems}
         for what, share in regress.ratios(found.rows).items():
-            now[what] = max(share, now.get(what, 0.0))
+            now[what] = max(share, now.get(what, share))
         lost = regress.losses(now, found.environment["device"], regress.references())
         groups_of = {row.what: row.group for row in found.rows}
         again = [g for g in groups if g in {groups_of.get(loss.what) for loss in lost}]

@@ -100,6 +100,30 @@ struct TileInFlight {
             packed[i] = load_quarter<F>(column + at, quarter());
         }
     }
+    // Calls then(i, block) for the blocks of rows [from, to) that the thread has: most threads have none.
+    template <class Then>
+    __device__ __forceinline__ static void of_few(const uint8_t* head, int row_bytes, int physical, int from,
+                                                  int to, const Then& then) {
+        const uint8_t* column = head + block() * block_bytes<F>();
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const int key = first_row() + i * ROWS;
+            const uint64_t at = uint64_t(uint32_t(physical + key)) * uint32_t(row_bytes);
+            if (key >= from && key < to) then(i, column + at);
+        }
+    }
+    __device__ __forceinline__ void load_few(const uint8_t* head, int row_bytes, int physical, int from, int to) {
+        of_few(head, row_bytes, physical, from, to,
+               [&](int i, const uint8_t* block) { packed[i] = load_quarter<F>(block, quarter()); });
+    }
+    // Brings nearer what load_few() will ask for, whatever it holds yet: where a row was written in part, the rest
+    // of its sectors comes from memory.
+    __device__ __forceinline__ static void near_few(const uint8_t* head, int row_bytes, int physical, int from,
+                                                    int to) {
+        of_few(head, row_bytes, physical, from, to, [](int, const uint8_t* block) {
+            prefetch_line(block + quarter() * (block_bytes<F>() / BLOCK_QUARTERS));
+        });
+    }
     __device__ __forceinline__ void store(float* tile, int from, int to) const {
         float* row = tile + first_row() * PITCH + block() * BLOCK_ELEMENTS;
         float* low = row + quarter_low<F>(quarter());
@@ -185,6 +209,7 @@ __device__ __forceinline__ void score_four(const float* key, const float* query,
 //   out        f32 [n_rows, n_heads, DV]; 0 for a row without keys; NaN if n_slots is too small
 //   lse        f32 [n_rows, n_heads] or null: log of the sum of exp(score), the sink included; -inf for
 //              a row without keys and sink
+//   settled    whether counters, and rows below the launch's own, may be read before the predecessor has ended
 template <int KF, int VF, int DK, int DV, int QT>
 __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESIDENT)
     attend_partial(const float* q, const uint8_t* NULLABLE k_plane,
@@ -193,7 +218,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESID
                    float softcap, const int32_t* NULLABLE len_d, const int32_t* NULLABLE base_d,
                    const uint64_t* NULLABLE table, float* partial, int32_t n_slots,
                    uint32_t* NULLABLE tickets, const float* NULLABLE sinks, float* NULLABLE out,
-                   float* NULLABLE lse) {
+                   float* NULLABLE lse, int32_t settled) {
     typedef AttendShape<DK, DV, QT> S;
     DYN_SMEM(float, shared);
     float* const tile = shared;
@@ -222,9 +247,9 @@ __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESID
         all_queries = group;
     }
     const int n_queries = min(all_queries - first_query, QT);
-    const auto row_of = [&](int i) {  // a division is slow
-        return all_queries == group ? 0 : (first_query + i) / group;
-    };
+    // A division is slow: this one is exact below 2^31 / group.
+    const uint32_t inverse = all_queries == group ? 0 : 0x7FFFFFFFu / uint32_t(group) + 1;
+    const auto row_of = [&](int i) { return int(uint64_t(uint32_t(first_query + i)) * inverse >> 31); };
     const auto row_head = [&](int i) {
         const int row = row_of(i);
         return (first_row + row) * n_heads + kv_head * group + (first_query + i - row * group);
@@ -241,16 +266,8 @@ __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESID
         return max(keys.start & ~(S::TILE - 1), int(chunk_begin(chunk)));
     };
 
-    await_predecessor();
+    if (!settled) await_predecessor();
     const RowView view = row_view(k_plane, v_plane, len_d, base_d, table, first_row);
-#pragma unroll 1
-    for (int i = thread; i < QT * (DK / 4); i += ATTEND_THREADS) {
-        float4 four = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (i < n_queries * (DK / 4))
-            four = reinterpret_cast<const float4*>(q)[size_t(row_head(i / (DK / 4))) * (DK / 4) +
-                                                      i % (DK / 4)];
-        reinterpret_cast<float4*>(q_tile)[i] = four;
-    }
     const BlockKeys keys = block_keys(view, low_row, high_row, window, counted, capacity);
     if (thread < QT) {
         const int query = min(thread, n_queries - 1), row = row_of(query);
@@ -260,15 +277,46 @@ __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESID
         if (thread == 0) slot_zero = chunk_of(block_keys(view, 0, 0, window, counted, capacity).start);
     }
     const ChunkRange chunks = chunk_range({keys.start, keys.end});
-    const auto load = [&](int tile_key) {
-        const int from = in_tile<S::TILE>(keys.start, tile_key);
-        const int to = in_tile<S::TILE>(keys.end, tile_key);
+    const uint8_t* const k_head = global_pointer(view.k) + k_column;
+    const uint8_t* const v_head = global_pointer(view.v) + v_column;
+    const auto load = [&](int tile_key, int end) {
+        const int from = in_tile<S::TILE>(keys.start, tile_key), to = in_tile<S::TILE>(end, tile_key);
         const int physical = tile_key - int(view.base);
-        k_tile.load(global_pointer(view.k) + k_column, k_row, physical, from, to);
-        v_tile.load(global_pointer(view.v) + v_column, v_row, physical, from, to);
+        k_tile.load(k_head, k_row, physical, from, to);
+        v_tile.load(v_head, v_row, physical, from, to);
     };
     const int first_chunk = chunks.first + int(blockIdx.x);
-    if (first_chunk < chunks.last) load(first_tile(keys, first_chunk));
+    const bool works = first_chunk < chunks.last;
+    const int first_key = first_tile(keys, first_chunk);
+    // The launch's own rows are what a predecessor still writes; of the first tile those below are taken early.
+    int taken = 0;  // so many rows of the tile
+    if (settled) {
+        const int old = min(int(view.slot) - counted, keys.end);
+        if (works && old > max(keys.start, first_key)) {
+            load(first_key, old);
+            taken = in_tile<S::TILE>(old, first_key);
+            k_tile.store(tile, in_tile<S::TILE>(keys.start, first_key), taken);
+            const int to = in_tile<S::TILE>(keys.end, first_key), physical = first_key - int(view.base);
+            k_tile.near_few(k_head, k_row, physical, taken, to);
+            v_tile.near_few(v_head, v_row, physical, taken, to);
+        }
+        await_predecessor();
+    }
+#pragma unroll 1
+    for (int i = thread; i < QT * (DK / 4); i += ATTEND_THREADS) {
+        float4 four = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (i < n_queries * (DK / 4))
+            four = reinterpret_cast<const float4*>(q)[size_t(row_head(i / (DK / 4))) * (DK / 4) +
+                                                      i % (DK / 4)];
+        reinterpret_cast<float4*>(q_tile)[i] = four;
+    }
+    if (works && taken == 0) {
+        load(first_key, keys.end);
+    } else if (works) {
+        const int to = in_tile<S::TILE>(keys.end, first_key), physical = first_key - int(view.base);
+        k_tile.load_few(k_head, k_row, physical, taken, to);
+        v_tile.load_few(v_head, v_row, physical, taken, to);
+    }
     const auto parts = [&] { return partials_in<DV>(partial, n_rows * n_heads, n_slots); };
     // With one chunk there is nothing to join.
     const bool is_whole =
@@ -291,8 +339,9 @@ __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESID
         for (int tile_key = begin; tile_key < stop; tile_key += S::TILE) {
             const int from = in_tile<S::TILE>(keys.start, tile_key);
             const int to = in_tile<S::TILE>(keys.end, tile_key);
-            __syncthreads();  // the tile is free
-            k_tile.store(tile, from, to);
+            if (tile_key != first_key) __syncthreads();  // the tile is free
+            k_tile.store(tile, max(from, taken), to);
+            taken = 0;
             __syncthreads();
 
             const int scorer = forget(thread);
@@ -353,7 +402,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESID
                 next_chunk += gridDim.x;
                 next_key = first_tile(keys, next_chunk);
             }
-            if (next_chunk < chunks.last) load(next_key);
+            if (next_chunk < chunks.last) load(next_key, keys.end);
 
             const int me = forget(thread);
             const int quad = me % (ATTEND_THREADS / HALVES) % S::QUADS;
@@ -400,22 +449,22 @@ __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESID
                         range[o].x -= first_key, range[o].y -= first_key;
                     }
 #pragma unroll 1
-                    for (int j = low; j < high; j += 4) {
+                    for (int j = low & ~3; j < high; j += 4) {
                         float4 v[4];
 #pragma unroll
-                        for (int t = 0; t < 4; t++)
-                            v[t] = *reinterpret_cast<const float4*>(values + min(j + t, high - 1) * S::PITCH);
+                        for (int t = 0; t < 4; t++) {
+                            const int key = max(low, min(j + t, high - 1));
+                            v[t] = *reinterpret_cast<const float4*>(values + key * S::PITCH);
+                        }
 #pragma unroll
                         for (int o = 0; o < QT / HALVES; o++) {
                             const int i = half + HALVES * o;
                             if (i >= n_queries) break;
-                            float w[4];
-#pragma unroll
-                            for (int t = 0; t < 4; t++) w[t] = weights[i * S::TILE + min(j + t, high - 1)];
+                            const float4 four = *reinterpret_cast<const float4*>(weights + i * S::TILE + j);
+                            const float w[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
                             for (int t = 0; t < 4; t++)
-                                if (j + t < high && j + t >= range[o].x && j + t < range[o].y)
-                                    add_scaled(sums[o], w[t], v[t]);
+                                if (j + t >= range[o].x && j + t < range[o].y) add_scaled(sums[o], w[t], v[t]);
                         }
                     }
                 }

@@ -108,18 +108,19 @@ __device__ __forceinline__ void end_chunk(const WarpState<KF, VF, D, SETS>& stat
 // queries of all n_rows * group, or with a table of one row's group. With COPY_BULK slices of HEADS heads
 // and whole rows of K and V are multiples of 16 bytes; planes and q are 16-byte aligned. n_parts: chunks that
 // hold what a row sees; the same for all launches over a plane. tiled: k_map and v_map describe the
-// planes, with boxes of STEP rows as wide as a stage's. Other parameters as in kv/attend.cu.
+// planes, with boxes of STEP rows as wide as a stage's. settled: as in kv/attend.cu, not with a table. Other
+// parameters as there.
 template <int KF, int VF, int D, int SETS, int HEADS, int STAGES,
           int COPY = is_whole<KF, VF, D, HEADS>() ? COPY_BEST : COPY_ASYNC>
 __global__ void __launch_bounds__(most_warps<KF, VF, D, SETS, HEADS>() * WARP_LANES, 1)
-    attend_f16(const float* __restrict__ q, const uint8_t* NULLABLE k_plane,
+    attend_f16(const float* q, const uint8_t* NULLABLE k_plane,
                const uint8_t* NULLABLE v_plane, int32_t n_rows, int32_t n_kv_heads, int32_t group,
                int32_t capacity, int32_t window, int32_t counted, float scale, float softcap,
                const int32_t* NULLABLE len_d, const int32_t* NULLABLE base_d,
                const uint64_t* NULLABLE table, float* __restrict__ workspace, int32_t n_slots,
                int32_t n_parts, int32_t teams_per_head,
                const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
-               int32_t tiled) {
+               int32_t tiled, int32_t settled) {
     constexpr int HEAD_K = D / 32 * block_bytes<KF>(), HEAD_V = D / 32 * block_bytes<VF>();
     constexpr int SLICE_K = HEADS * HEAD_K, SLICE_V = HEADS * HEAD_V;
     constexpr int PITCH_K = stage_pitch_k<KF>(SLICE_K), PITCH_V = stage_pitch_v<VF>(SLICE_V);
@@ -171,8 +172,7 @@ __global__ void __launch_bounds__(most_warps<KF, VF, D, SETS, HEADS>() * WARP_LA
                 *reinterpret_cast<uint32_t*>(v + SLICE_V + i % WORDS * 4) = 0u;
             }
         }
-        await_predecessor();
-        admit_successor();  // which reads counters before it waits
+        if (!settled) await_predecessor();
         if (threadIdx.x == 0) {
             block.plane = Plane(k_plane, v_plane, len_d, base_d, table, queries.first_row, window,
                                 counted, capacity);
@@ -184,10 +184,13 @@ __global__ void __launch_bounds__(most_warps<KF, VF, D, SETS, HEADS>() * WARP_LA
     }
 
     // Brings the keys of the step that is STAGES - 1 ahead of the one in `slot`. With COPY_BULK one warp
-    // asks, when all have left the room; with COPY_ASYNC all do.
-    const auto ask = [&](int slot, int parity) {
+    // asks, when all have left the room; with COPY_ASYNC all do. `waited`: the predecessor has ended, which
+    // still writes the launch's own rows.
+    const auto ask = [&](int slot, int parity, bool waited) {
         Walk ahead = place.asked;
         if (!ahead.next(place.ahead, block, lane)) return;
+        if (!waited && (ahead.end - ahead.key < STEP ? ahead.end : ahead.key + STEP) >= block.plane.bound)
+            await_predecessor();
         __syncwarp();  // all have read
         if (lane == 0) place.asked = ahead;
         uint8_t* const k = shared + slot * STAGE;
@@ -217,9 +220,11 @@ __global__ void __launch_bounds__(most_warps<KF, VF, D, SETS, HEADS>() * WARP_LA
         __syncwarp();
     };
     for (int i = 0; i < STAGES - 1; i++) {
-        if (COPY == COPY_ASYNC || warp == 0) ask(i, 0);
+        if (COPY == COPY_ASYNC || warp == 0) ask(i, 0, !settled);
         if constexpr (COPY == COPY_ASYNC) cp_async_commit();
     }
+    if (settled) await_predecessor();
+    admit_successor();  // which reads counters before it waits
 
     WarpState<KF, VF, D, SETS> state;
     const auto own_query = [&](int s) {  // of the lane group; surplus ones repeat the last
@@ -246,13 +251,13 @@ __global__ void __launch_bounds__(most_warps<KF, VF, D, SETS, HEADS>() * WARP_LA
     while (walk.next(place.round, block, lane)) {
         const int freed = slot == 0 ? STAGES - 1 : slot - 1;
         if constexpr (COPY == COPY_BULK) {
-            if (warp == 0) ask(freed, slot == 0 ? parity : parity ^ 1);
+            if (warp == 0) ask(freed, slot == 0 ? parity : parity ^ 1, true);
             mbar_wait(full + slot, parity);
             __syncwarp();
         } else {
             cp_async_wait<STAGES - 2>();
             __syncthreads();
-            ask(freed, 0);
+            ask(freed, 0, true);
             cp_async_commit();
         }
         if (walk.begins_chunk(place.round)) begin_chunk(state);

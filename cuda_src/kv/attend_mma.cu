@@ -135,18 +135,18 @@ __device__ __forceinline__ void end_chunk(const WarpState<D, Q>& state, const Wa
 // group, or with a table of one row's group. With COPY_BULK slices of HEADS heads and whole rows of K are
 // multiples of 16 bytes; planes and q are 16-byte aligned. n_parts: chunks that hold what a row sees; the same for
 // all launches over a plane. A chunk of more than 2^17 keys could overflow its sums. tiled: k_map and
-// v_map describe the planes, with boxes of STEP rows as wide as a stage's. Other parameters as in
-// kv/attend.cu.
+// v_map describe the planes, with boxes of STEP rows as wide as a stage's. settled: as in kv/attend.cu,
+// not with a table. Other parameters as there.
 template <int D, int Q, int HEADS, int COPY = is_whole<D, HEADS>() ? COPY_BEST : COPY_ASYNC>
 __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
-    attend_mma(const float* __restrict__ q, const uint8_t* NULLABLE k_plane,
+    attend_mma(const float* q, const uint8_t* NULLABLE k_plane,
                const uint8_t* NULLABLE v_plane, int32_t n_rows, int32_t n_kv_heads, int32_t group,
                int32_t capacity, int32_t window, int32_t counted, float scale, float softcap,
                const int32_t* NULLABLE len_d, const int32_t* NULLABLE base_d,
                const uint64_t* NULLABLE table, float* __restrict__ workspace, int32_t n_slots,
                int32_t n_parts, int32_t teams_per_head,
                const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
-               int32_t tiled) {
+               int32_t tiled, int32_t settled) {
     constexpr int TEAM = team_size<D>();
     constexpr int K_HEAD = D / 32 * K_BLOCK_BYTES, V_HEAD = D / 32 * V_BLOCK_BYTES;
     constexpr int slice_k = HEADS * K_HEAD, slice_v = HEADS * V_HEAD;
@@ -177,8 +177,7 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
     if constexpr (COPY == COPY_BULK) {
         __syncthreads();
     }
-    await_predecessor();
-    admit_successor();  // which reads counters before it waits
+    if (!settled) await_predecessor();
     // Queries [first_query, first_query + n_queries) of the rows from first_row on.
     const int n_heads = n_kv_heads * group, queries = teams_per_head * Q;
     int first_row = 0, first_query = blockIdx.z * queries, all_queries = n_rows * group;
@@ -204,12 +203,16 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
         return team_query + i < behind_query ? team_query + i : behind_query - 1;
     };
     const int own_row = row_of(query_at(lane % Q), group, n_rows);
-    {
+    const auto begin = [&] {
+        admit_successor();  // which reads counters before it waits
         const int query =
             query_at(Share<D, Q>::first_query(member) + query_of_group<Share<D, Q>::QUERIES>(lane / 4));
         const int r = row_of(query, group, n_rows);
-        const Plane plane(k_plane, v_plane, len_d, base_d, table, first_row, window, counted, capacity);
         raw.load(q + (size_t(first_row + r) * n_heads + kv_head * group + query - r * group) * D);
+    };
+    {
+        const Plane plane(k_plane, v_plane, len_d, base_d, table, first_row, window, counted, capacity);
+        if (!settled) begin();
         if (lane == 0) {
             place.plane = plane;
             place.plane.k = plane.k + blockIdx.y * slice_k - plane.base * row_k;
@@ -277,8 +280,8 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
     int row = table == nullptr ? first_query / group : 0;
     int32_t c = 0, behind_key = 0;
     // Goes to the next chunk of this block, of a new round with its first keys asked for; false behind the
-    // last.
-    const auto advance = [&]() {
+    // last. `waited`: the predecessor has ended, which still writes the launch's own rows.
+    const auto advance = [&](bool waited) {
         bool begins = false;
         c += gridDim.x;
         while (behind_key == 0 || int64_t(c) * place.rows.w >= behind_key) {
@@ -314,9 +317,11 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
         const int32_t high = span.y - begin < chunk ? span.y : begin + chunk;
         if (lane == 0) place.rows.z = c, place.keys.x = low, place.keys.y = high;
         __syncwarp();
+        const int32_t first = low / STEP * STEP, behind = first + (N_STAGES - 1) * STEP;
+        if (!waited && (behind < high ? behind : BEYOND ? span.y : high) >= place.plane.bound) await_predecessor();
         for (int i = 0; i < (begins || !BEYOND ? N_STAGES - 1 : 0); i++) {
             const int wraps = slot + i >= N_STAGES;
-            const int32_t after = low / STEP * STEP + i * STEP;
+            const int32_t after = first + i * STEP;
             const int32_t key = !BEYOND || after < high ? after : beyond(after);
             const bool there = BEYOND ? key >= 0 : after < high;
             if (there && (COPY == COPY_ASYNC || warp == 0))
@@ -326,7 +331,8 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
         return true;
     };
     const Partials<D> partials(workspace, n_rows, n_heads, n_slots);
-    bool more = advance();
+    bool more = advance(!settled);
+    if (settled) await_predecessor(), begin();
     take_query<D, Q>(state, query_tables[team], tables[warp], raw, member, scale, softcap);
     if constexpr (COPY == COPY_BULK) {
         if constexpr (QueryTables<D, Q>::THREE || QueryTables<D, Q>::REST > 0) __syncthreads();
@@ -371,7 +377,7 @@ __global__ void __launch_bounds__(WORKERS * WARP_LANES, 1)
             if (++slot == N_STAGES) slot = 0, parity ^= 1;
         }
         end_chunk<D, Q>(state, tables[warp], exchanges[team * 2 + turn], partials, team, member);
-        more = advance();
+        more = advance(true);
     }
 }
 

@@ -30,7 +30,7 @@ class KvPlane(KvRows, Protocol):
 
     def attend(
         self, stream: Stream, q: Buffer, out: Buffer, *,
-        kernel: str | None = None, programmatic: bool = False,
+        kernel: str | None = None, programmatic: bool = False, settled: bool = False,
     ) -> None:  # fmt: skip
         """Attention of rows that were just appended, each over all rows up to its own."""
 
@@ -181,7 +181,10 @@ class Blocks:
         for layer, plane in zip(layers, kv_layers, strict=False):
             plane.reserve(stream, n_rows)
             self.project(stream, ws, layer, plane, n_rows, positions, programmatic=programmatic)
-            plane.attend(stream, q, attended, kernel=self.attend_kernel, programmatic=True)
+            # An ordinary launch began this pass: lengths, and the rows below, were there before.
+            plane.attend(
+                stream, q, attended, kernel=self.attend_kernel, programmatic=True, settled=True
+            )
             ops.add_product(stream, layer.out, ws.attended, ws.h, n_rows, programmatic=True)
             ops.gate_up_rows(
                 stream, layer.gate, layer.up, ws.h, layer.ffn_norm, ws.gated, n_rows, eps,

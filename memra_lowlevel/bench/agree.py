@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ArgumentError
-from .result import Result, Row, load, ratio
+from .result import Result, Row, load, over, ratio
 
 __all__ = ["BOUND", "Pair", "compare", "independent", "main"]
 
@@ -125,8 +125,7 @@ def _ratios(rows: Iterable[Row]) -> dict[tuple[str, str], _Found]:
             continue
         share = ratio(row, rows)
         if share is not None:
-            over = "the floor" if row.share is not None else str(row.baseline)
-            found[row.what, over] = (row.group, share, row.loaded)
+            found[row.what, over(row)] = (row.group, share, row.loaded)
         if "over_one_row" in row.extra:
             found[row.what, "one row"] = (row.group, float(row.extra["over_one_row"]), row.loaded)
     return found

@@ -276,4 +276,4 @@ def halves(both: Buffer, n: int) -> tuple[Buffer, Buffer]:
 
 def _attending(run: Run, layer: KvLayer, q: Buffer, out: Buffer) -> Callable[[], None]:
     # As in a model's chain: each kernel may start while the one before it ends.
-    return lambda: layer.attend(run.stream, q, out, programmatic=True)
+    return lambda: layer.attend(run.stream, q, out, programmatic=True, settled=True)

@@ -214,6 +214,18 @@ class _Opened:
         self.model.table.tiles.close()
 
     @property
+    def shaped(self) -> bool:
+        """Whether it has the shape of SmolLM2."""
+        return bool(self.model.config.width == 576)
+
+    @property
+    def floor_us(self) -> float | None:
+        """Time that one read of the weights takes; those of a tiny model lie in the cache."""
+        if self.run.small or not self.shaped:
+            return None
+        return self.run.ceilings.read_us(self.weight_bytes)
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of weights that one token reads."""
         matrices = [self.model.head]
@@ -227,7 +239,6 @@ def _token(run: Run, opened: _Opened) -> None:
     step = opened.smollm2.GreedyStep(opened.session, stream)
     step.start(stream, opened.prompt[-1])
     length = planes.len
-    shaped = opened.model.config.width == 576
 
     def settle() -> None:
         stream.sync()
@@ -235,10 +246,8 @@ def _token(run: Run, opened: _Opened) -> None:
 
     report = step.exec.describe()
     row = Row(
-        f"token {name}", "us", _launches_us(run, step.exec, settle),
-        # Those of a tiny model lie in the cache, whose rate is no floor.
-        None if run.small or not shaped else run.ceilings.read_us(opened.weight_bytes),
-        goal=TOKEN_GOAL_US if shaped else None,
+        f"token {name}", "us", _launches_us(run, step.exec, settle), opened.floor_us,
+        goal=TOKEN_GOAL_US if opened.shaped else None,
     )  # fmt: skip
     row.extra.update(
         bytes=opened.weight_bytes, kernel_nodes=report.kernel_nodes, context=_CONTEXT,
@@ -258,9 +267,10 @@ def _token(run: Run, opened: _Opened) -> None:
 
 
 def _passes(run: Run, opened: _Opened, settle: Callable[[], None]) -> None:
-    """Time passes over several rows, as a verification makes them, against that over one."""
+    """Time passes over several rows, as a verification makes them, beside that over one."""
     stream, name, session = run.stream, opened.name, opened.session
-    rows, one = np.array(opened.prompt[: K + 1], np.uint32), ""
+    rows = np.array(opened.prompt[: K + 1], np.uint32)
+    one: Row | None = None
     with (
         run.device.from_numpy(rows, stream) as tokens,
         run.device.zeros(K + 1, np.uint32, stream) as chosen,
@@ -271,10 +281,13 @@ def _passes(run: Run, opened: _Opened, settle: Callable[[], None]) -> None:
             with stream.capture(f"pass of {n}") as graph:
                 session.forward(stream, tokens, n, chosen)
             with graph.instantiate() as exec_:
-                what = f"pass {name}, {n} row{'s' * (n > 1)}"
                 samples = _launches_us(run, exec_, settle)
-            run.add(Row(what, "us", samples, baseline=one or None))
-            one = one or what
+            row = Row(f"pass {name}, {n} row{'s' * (n > 1)}", "us", samples, opened.floor_us)
+            if one is not None:
+                row.extra["over_one_row"] = round(row.median / one.median, 3)
+                row.baseline = one.what if row.floor is None else None
+            one = one or row
+            run.add(row)
 
 
 def _launches_us(

@@ -10,16 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ..errors import ArgumentError
-from .result import REPOSITORY, Result, Row, load, ratio
+from .result import REPOSITORY, Result, Row, load, over, ratio
 
-__all__ = ["LIMIT", "REFERENCE", "Loss", "losses", "ratios", "references"]
+__all__ = ["LIMIT", "REFERENCE", "Loss", "Ratio", "losses", "ratios", "references"]
 
 LIMIT = 0.05
 """Largest part of a ratio that may be lost."""
 
 REFERENCE = REPOSITORY / "benchmarks" / "reference.txt"
+
+
+class Ratio(NamedTuple):
+    """Share of a ceiling, and which: the floor, or a row of the same run."""
+
+    share: float
+    over: str
 
 
 @dataclass(frozen=True)
@@ -65,20 +73,22 @@ def references(listing: Path = REFERENCE) -> list[Result]:
     return found
 
 
-def ratios(rows: Sequence[Row]) -> dict[str, float]:
+def ratios(rows: Sequence[Row]) -> dict[str, Ratio]:
     """Share of a ceiling by row, for our own rows that have one."""
-    found = {row.what: ratio(row, rows) for row in rows if row.peer is None}
-    return {what: share for what, share in found.items() if share is not None}
+    found = {row.what: (ratio(row, rows), over(row)) for row in rows if row.peer is None}
+    return {
+        what: Ratio(share, ceiling) for what, (share, ceiling) in found.items() if share is not None
+    }
 
 
 def losses(
-    now: dict[str, float], device: str, committed: Iterable[Result], limit: float = LIMIT
+    now: dict[str, Ratio], device: str, committed: Iterable[Result], limit: float = LIMIT
 ) -> list[Loss]:
-    """Tell which rows lost more than ``limit`` of their ratio.
+    """Tell which rows lost more than ``limit`` of their ratio to the same ceiling.
 
     Parameters
     ----------
-    now : dict of str to float
+    now : dict of str to Ratio
         From :func:`ratios`.
     device : str
         ``environment["device"]`` of the new run; other devices are not compared.
@@ -88,10 +98,11 @@ def losses(
     for result in committed:
         if result.environment.get("device") != device:
             continue
-        for what, then in ratios(result.rows).items():
-            if what in known or what not in now:
+        for what, (then, ceiling) in ratios(result.rows).items():
+            if what in known or what not in now or now[what].over != ceiling:
                 continue
             known.add(what)
-            if then > 0 and not now[what] >= then * (1.0 - limit):  # NaN is a loss
-                found.append(Loss(what, now[what], then, result.path))
+            share = now[what].share
+            if then > 0 and not share >= then * (1.0 - limit):  # NaN is a loss
+                found.append(Loss(what, share, then, result.path))
     return found

@@ -30,7 +30,9 @@ from .clock import spread
 if TYPE_CHECKING:
     from ..runtime.device import Device
 
-__all__ = ["FORMAT", "Result", "Row", "environment", "load", "ratio", "row_data", "write"]
+__all__ = [
+    "FORMAT", "Result", "Row", "environment", "load", "over", "ratio", "row_data", "write",
+]  # fmt: skip
 
 FORMAT = 1
 """Version of the file format."""
@@ -156,6 +158,11 @@ class Result:
         """Whether the sources of this group changed since the file was written."""
         kept = self.environment.get("families", {}).get(group)
         return group in sources.FAMILIES and kept != sources.digest_of(group)
+
+
+def over(row: Row) -> str:
+    """Tell what :func:`ratio` compares a row with."""
+    return "the floor" if row.share is not None else str(row.baseline)
 
 
 def ratio(row: Row, rows: Iterable[Row]) -> float | None:

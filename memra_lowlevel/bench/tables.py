@@ -222,11 +222,13 @@ def _caption(kind: str, result: Result, shown: str) -> str:
 
 
 def _plain(result: Result, kind: str) -> list[str]:
-    """Return one line per row: floor, measured, spread, share."""
+    """Return one line per row: floor, measured, spread, share, and times that of one row."""
     rows = result.group(kind)
     if not rows:
         return []
-    head = ["what", "floor", "measured", "±", "of the ceiling", "goal"]
+    beside = [row.extra.get("over_one_row") for row in rows]
+    times = ["of one row"] if any(beside) else []
+    head = ["what", "floor", "measured", "±", "of the ceiling", *times, "goal"]
     body = [
         [
             row.what,
@@ -234,9 +236,10 @@ def _plain(result: Result, kind: str) -> list[str]:
             _figure(row.median, row.unit),
             f"{row.spread:.1%}",
             _percent(ratio(row, rows)),
+            *("" if over is None else f"{over:.2f} ×" for _ in times),
             _goal(row),
         ]
-        for row in rows
+        for row, over in zip(rows, beside, strict=True)
     ]
     return _markdown(head, body)
 

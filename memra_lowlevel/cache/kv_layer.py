@@ -287,6 +287,7 @@ class KvLayer(OneLength):
         numeric: str = "exact",
         kernel: str | None = None,
         programmatic: bool = False,
+        settled: bool = False,
     ) -> None:
         """Attend the rows of the layer: row r of n sees ``len + r + 1`` rows.
 
@@ -315,6 +316,9 @@ class KvLayer(OneLength):
             these rows: their bits differ. Default its choice.
         programmatic : bool
             Start while the predecessor, a kernel of the stream, still runs.
+        settled : bool
+            The length and the rows below the n were written before the last launch of the stream
+            that was not ``programmatic``; see :func:`~memra_lowlevel.kernels.kv_attend.attend`.
 
         Raises
         ------
@@ -344,7 +348,7 @@ class KvLayer(OneLength):
                 tickets=self._workspace.tickets,
                 base_d=self.base_d, window=window,
                 scale=scale, sinks=sinks, softcap=softcap, lse=lse, counted=counted,
-                numeric=numeric, kernel=kernel, programmatic=programmatic,
+                numeric=numeric, kernel=kernel, programmatic=programmatic, settled=settled,
             )  # fmt: skip
         except (ArgumentError, CaptureForbidden, FormatUnsupported) as error:
             expect.asked_by(f"{self.name}.attend", ("attend", "workspace_bytes"), error)

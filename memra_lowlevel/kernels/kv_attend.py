@@ -49,7 +49,7 @@ TICKETS = 1024
 
 _KERNELS = ("mma", "f16", "simt")
 _NEEDED = ("q", "out", "workspace")
-_FLAGS = (bool, bool)
+_FLAGS = (bool, bool, bool)
 _F32, _U32 = np.dtype(np.float32), np.dtype(np.uint32)
 _MOST = 2**31 - 1
 _F32_MAX, _LEAST_CAP = float(np.finfo(np.float32).max), 2.0**-149
@@ -82,6 +82,7 @@ def attend(
     table: Buffer | None = None,
     kernel: str | None = None,
     programmatic: bool = False,
+    settled: bool = False,
 ) -> None:
     """Attend n rows: row r sees the keys below ``len + r + 1``.
 
@@ -129,6 +130,11 @@ def attend(
     programmatic : bool
         Start while the predecessor, a kernel of the stream, still runs, where kernel and device
         can; see :mod:`~memra_lowlevel.kernels.model`.
+    settled : bool
+        The counters, and the rows below the n, were written before the last launch of the stream
+        that was not ``programmatic``, so a launch that starts early may read them before its
+        predecessor has ended. The n rows themselves may be what the predecessor appends. Nothing
+        checks the promise; with a table it is not made use of.
 
     Raises
     ------
@@ -153,8 +159,8 @@ def attend(
         stream.device, k_format, v_format, head_dim, head_dim_v,
         n_kv_heads=n_kv_heads, rows=rows, kernel=kernel,
     )  # fmt: skip
-    if (type(counted), type(programmatic)) != _FLAGS:
-        _check_flags(counted=counted, programmatic=programmatic)
+    if (type(counted), type(programmatic), type(settled)) != _FLAGS:
+        _check_flags(counted=counted, programmatic=programmatic, settled=settled)
     window = _window(window)
     scale = _scalar("scale", head_dim**-0.5 if scale is None else scale)
     softcap = 0.0 if softcap is None else _softcap(softcap)
@@ -210,7 +216,7 @@ def attend(
         v_format=v_format, rows=rows, n_kv_heads=n_kv_heads, workspace=workspace,
         tickets=tickets, base_d=base_d, window=window, scale=scale, sinks=sinks,
         softcap=softcap, lse=lse, counted=n_rows if counted else 0, table=table,
-        programmatic=programmatic,
+        programmatic=programmatic, settled=settled,
     )  # fmt: skip
     try:
         if choice.kernel == "mma":

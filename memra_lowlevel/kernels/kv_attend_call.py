@@ -31,7 +31,7 @@ class AttendCall(NamedTuple):
         0 for none.
     counted : int
         The number of rows of q that ``len_d`` already counts: all or none.
-    programmatic : bool
+    programmatic, settled : bool
 
     Notes
     -----
@@ -59,3 +59,4 @@ class AttendCall(NamedTuple):
     counted: int
     table: Buffer | None
     programmatic: bool
+    settled: bool

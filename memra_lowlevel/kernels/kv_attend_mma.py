@@ -153,6 +153,7 @@ def attend(stream: Stream, call: AttendCall) -> None:
         call.counted, call.scale, call.softcap, call.len_d, call.base_d, call.table,
         call.workspace, slots, parts, shape.teams,
         *plane_maps(device, call.k_plane, call.v_plane, rows, STEP, widths),
+        int(call.settled and call.table is None),
     )  # fmt: skip
     launch(
         stream, combine_config(n_heads, n_rows, head_dim, starts_early(device, True)), combine,

@@ -93,6 +93,7 @@ def attend(stream: Stream, plan: Plan, call: AttendCall) -> None:
         call.q, call.k_plane, call.v_plane, n_rows, call.n_kv_heads, group, call.rows, call.window,
         call.counted, call.scale, call.softcap, call.len_d, call.base_d, call.table,
         call.workspace, plan.n_slots, tickets if joins else None, call.sinks, call.out, call.lse,
+        int(call.settled and call.table is None),
     )  # fmt: skip
     if joins:
         return

@@ -173,6 +173,8 @@ _SHARED_BYTES = 48 << 10
 _BUSY_THREADS = 576
 #: Rows that cost little more than one: see common/tensor_tile.cuh.
 _ROWS_AT_ONCE = 4
+#: Turns of as many rows that a block takes sooner than another one finds room beside a predecessor.
+_FEW_TURNS = 3
 #: Tiles of 32 logits that a block of threads has, a warp each.
 _TILES_AT_ONCE = 4
 
@@ -549,7 +551,10 @@ class _Cut:
             # nothing to do, other blocks read the same weights for some of them.
             rows = _ROWS_AT_ONCE // shape.at_once
             most = device.limits.n_sms * max(1, _BUSY_THREADS // threads)
-            few = -(-n_rows // rows // max(1, most // blocks)) * rows
+            turns = -(-n_rows // rows)
+            if turns <= _FEW_TURNS and starts_early(device, programmatic):
+                most //= 2  # a predecessor is there still
+            few = -(-turns // max(1, most // blocks)) * rows
             self.group = max(1, min(most_rows // rows * rows, few, n_rows))
         self.config = LaunchConfig(
             (blocks, -(-n_rows // self.group), 1),

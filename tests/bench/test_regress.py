@@ -48,8 +48,25 @@ def test_the_first_reference_that_holds_a_row_counts(tmp_path):
 
 def test_nan_is_a_loss(tmp_path):
     then = load(write(tmp_path / "then.json"))
-    now = dict.fromkeys(regress.ratios(then.rows), math.nan)
+    kept = regress.ratios(then.rows)
+    now = {what: regress.Ratio(math.nan, ratio.over) for what, ratio in kept.items()}
     assert len(regress.losses(now, DEVICE, [then])) == 3
+
+
+def test_shares_of_different_ceilings_are_not_compared(tmp_path):
+    """A row that gets a floor is compared with the first file where it has one."""
+    beside = load(write(tmp_path / "beside.json"))
+    floored = load(write(tmp_path / "floored.json"))
+    (row,) = (row for row in floored.rows if row.what == "launch, prepared")
+    row.floor = 0.5 * row.median
+    slower = load(write(tmp_path / "slower.json", 1.5))
+    (other,) = (row for row in slower.rows if row.what == "launch, prepared")
+    other.floor = row.floor
+    now = regress.ratios(slower.rows)
+    what = [loss.what for loss in regress.losses(now, DEVICE, [beside])]
+    assert "launch, prepared" not in what and len(what) == 2
+    lost = regress.losses(now, DEVICE, [beside, floored])
+    assert [loss.then for loss in lost if loss.what == "launch, prepared"] == [0.5]
 
 
 def test_the_listing(tmp_path):

@@ -99,7 +99,7 @@ def attend_mma(text):
             (blocks, heads // shape.heads, shape.query_blocks), 32 * shape.warps(d),
             shape.shared_bytes, q, k, v, I32(n), I32(heads), I32(group), I32(used), I32(0), I32(0),
             F32(d**-0.5), F32(0), len_d, None, None, partial, I32(slots), I32(parts),
-            I32(shape.teams), no_map, no_map, I32(0), order=order, seed=3,
+            I32(shape.teams), no_map, no_map, I32(0), I32(blocks > 1), order=order, seed=3,
         )  # fmt: skip
         runner.quick(text, f"attend_mma_combine<{d}>", check=True)(
             (heads * group, n, d // 32), 256, 0, partial, None, out, lse, I32(n), I32(used), I32(0),
@@ -137,7 +137,7 @@ def attend_f16_pair(text, k_format, v_format, n, heads, group):
             (blocks, 1, shape.query_blocks), 32 * shape.warps,
             shape.shared_bytes, q, k, v, I32(n), I32(heads), I32(group), I32(used), I32(0), I32(0),
             F32(d**-0.5), F32(0), len_d, None, None, partial, I32(slots), I32(parts),
-            I32(shape.teams), no_map, no_map, I32(0), order=order, seed=3,
+            I32(shape.teams), no_map, no_map, I32(0), I32(blocks > 1), order=order, seed=3,
         )  # fmt: skip
         runner.quick("kv/attend_mma.cu", f"attend_mma_combine<{d}>")(
             (heads * group, n, d // 32), 256, 0, partial, None, out, lse, I32(n), I32(used), I32(0),

@@ -35,6 +35,8 @@ def agree(planes, q, length, **options):
     wanted, wanted_lse = reference(planes, q, length, **options)
     assert error(got, wanted) <= BOUND
     assert np.allclose(lse, wanted_lse, rtol=1e-5, atol=1e-5)
+    early, early_lse = planes.attend(q, lse=True, counted=counted, settled=True, **options)
+    assert same(early, got) and same(early_lse, lse)
     return got
 
 
@@ -401,6 +403,7 @@ def test_refusals(stream):
         ("head_dim_v", (0, -64, "64", 64.0, True)),
         ("counted", (None, 1, "yes", [], np.zeros(3))),
         ("programmatic", (None, 1, "yes", [], np.zeros(3))),
+        ("settled", (None, 1, "yes", [], np.zeros(3))),
         ("k_format", (None, "q8_0", 5, np.zeros(3))),
         ("v_format", (None, "q5_1", 5)),
         ("k_plane", (None, 5, np.zeros(4096, np.uint8))),

@@ -53,6 +53,10 @@ def agree(planes, q, length, *, bound=NEAR, **options):
     wanted, wanted_lse = reference(planes, q, length, **options)
     assert error(got, wanted) <= bound
     assert np.allclose(lse, wanted_lse, rtol=1e-5, atol=1e-5)
+    early, early_lse = planes.attend(
+        q, lse=True, counted=counted, settled=True, **F16_KERNEL, **options
+    )
+    assert same(early, got) and same(early_lse, lse)
     return got
 
 

@@ -34,6 +34,8 @@ def agree(planes, q, length, **options):
     wanted, wanted_lse = reference(planes, q, length, **options)
     assert error(got, wanted) <= BOUND
     assert np.allclose(lse, wanted_lse, rtol=1e-5, atol=1e-5)
+    early, early_lse = planes.attend(q, lse=True, counted=counted, settled=True, **MMA, **options)
+    assert same(early, got) and same(early_lse, lse)
     return got
 
 

@@ -14,7 +14,7 @@ PARTIAL = "attend_partial<Q8_0, Q5_1, {d}, {d}, {queries}>"
 
 def run_partial(
     source, d=64, queries=4, n=2, group=2, length=150, window=0, order="forward", n_blocks=1,
-    joined=None, **how
+    joined=None, settled=False, **how
 ):  # fmt: skip
     """The first kernel over a plane of 1 kv head, whose last rows are never written.
 
@@ -34,7 +34,7 @@ def run_partial(
         kv_attend_simt.shared_bytes(d, d, queries),
         q, k, v, I32(n), I32(1), I32(group), I32(used), I32(window), I32(0), F32(d**-0.5), F32(0),
         np.array([length], I32), None, None, partial, I32(slots), tickets, np.zeros(group, F32),
-        joined, None, order=order, seed=3,
+        joined, None, I32(settled), order=order, seed=3,
     )  # fmt: skip
     assert tickets is None or not tickets.any()
     return partial, length
@@ -63,6 +63,10 @@ def test_attention_is_clean(d, queries, n, group, order):
     joined = np.full_like(apart, np.nan)
     run_partial("kv/attend.cu", d, queries, n, group, n_blocks=3, joined=joined, **options)
     assert np.array_equal(joined, apart)
+    early = np.full_like(apart, np.nan)
+    options |= {"n_blocks": 3, "joined": early, "settled": True}
+    run_partial("kv/attend.cu", d, queries, n, group, **options)
+    assert np.array_equal(early, apart)
 
 
 def run_append(fmt, x, source="kv/append.cu", order="random", few=False, **how):
