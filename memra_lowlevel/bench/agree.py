@@ -1,13 +1,15 @@
 """Whether two independent runs say the same: the ratios of two result files, row by row.
 
-``python -m memra_lowlevel.bench.agree FILE FILE`` prints what differs by more than the bound, and
-how many ratios were compared. Compared are ratios taken within one run (the share of a ceiling, the
-ratio to C, the time of several rows over that of one), never times.
+``python -m memra_lowlevel.bench.agree FILE FILE [FILE …]`` prints what differs by more than the
+bound, and how many ratios were compared. Compared are ratios taken within one run (the share of a
+ceiling, the ratio to C, the time of several rows over that of one), never times. Where the first
+two runs differ, a further one may repeat either.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import sys
 from collections.abc import Iterable, Sequence
@@ -17,7 +19,7 @@ from pathlib import Path
 from ..errors import ArgumentError
 from .result import Result, Row, load, over, ratio
 
-__all__ = ["BOUND", "Pair", "compare", "independent", "main"]
+__all__ = ["BOUND", "Pair", "compare", "independent", "main", "repeated"]
 
 BOUND = 0.03
 """Largest difference of two ratios, as a part of the smaller one."""
@@ -82,6 +84,19 @@ def compare(first: Iterable[Row], second: Iterable[Row]) -> tuple[list[Pair], li
     return [p for p in pairs if p.alike], [p for p in pairs if not p.alike]
 
 
+def repeated(pair: Pair, runs: Iterable[Result], bound: float = BOUND) -> bool:
+    """Whether one of further runs is within the bound of one of the two of a pair."""
+    for run in runs:
+        found = _ratios(run.rows).get((pair.what, pair.over))
+        for value, loaded in zip((pair.first, pair.second), pair.loaded, strict=True):
+            if found is None:
+                continue
+            other = Pair(pair.what, pair.group, pair.over, value, found[1], (loaded, found[2]))
+            if other.alike and not other.differs(bound):
+                return True
+    return False
+
+
 def independent(first: Result, second: Result) -> None:
     """Refuse two files that are not two sound runs of the same code on one kind of device.
 
@@ -132,20 +147,23 @@ def _ratios(rows: Iterable[Row]) -> dict[tuple[str, str], _Found]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare two result files; status 1 if they differ, 2 if they cannot be compared."""
+    """Compare result files; status 1 if a ratio is not repeated, 2 if they cannot be compared."""
     parser = argparse.ArgumentParser(
         prog="python -m memra_lowlevel.bench.agree",
-        description="Compare the ratios of two independent runs of the benchmark.",
+        description="Compare the ratios of independent runs of the benchmark.",
     )
-    parser.add_argument("files", nargs=2, type=Path, metavar="FILE", help="result files")
+    parser.add_argument("first", type=Path, metavar="FILE", help="result file")
+    parser.add_argument("second", type=Path, metavar="FILE", help="result file of another run")
+    parser.add_argument("more", nargs="*", type=Path, metavar="FILE", help="of further runs")
     parser.add_argument(
         "--bound", type=_bound, default=BOUND, metavar="PART",
         help=f"largest difference, as a part of the smaller ratio (default {BOUND})",
     )  # fmt: skip
     args = parser.parse_args(argv)
     try:
-        first, second = (load(path) for path in args.files)
-        independent(first, second)
+        first, second, *more = runs = [load(p) for p in (args.first, args.second, *args.more)]
+        for one, other in itertools.combinations(runs, 2):
+            independent(one, other)
     except ArgumentError as error:
         print(f"agree: {error}", file=sys.stderr)
         return 2
@@ -158,19 +176,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"agree: the files have no ratio {what}", file=sys.stderr)
         return 2
     apart = [pair for pair in pairs if pair.differs(args.bound)]
+    again = [pair for pair in apart if repeated(pair, more, args.bound)]
     for pair in sorted(apart, key=lambda p: p.difference, reverse=True):
         print(
             f"{pair.what:<56} over {pair.over:<24} {pair.first:7.3f} {pair.second:7.3f} "
-            f"{pair.difference:7.1%}"
+            f"{pair.difference:7.1%}{' repeated by a further run' if pair in again else ''}"
         )
     common = len(pairs) + len(unlike)
     alone = len(_ratios(first.rows)) + len(_ratios(second.rows)) - 2 * common
     print(
         f"agree: {len(pairs)} ratios compared, {len(apart)} differ by more than {args.bound:.1%}"
+        + (f", {len(again)} of them repeated by a further run" if more else "")
         + (f"; {len(unlike)} not compared, for other libraries were loaded" if unlike else "")
         + (f"; {alone} stand in one file only" if alone else "")
     )
-    return 1 if apart else 0
+    return 1 if len(apart) > len(again) else 0
 
 
 def _bound(text: str) -> float:

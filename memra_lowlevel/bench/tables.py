@@ -10,7 +10,7 @@ A document marks a table::
 refreshes them. Below each table stand the command, commit, device and file; and «older source»
 where the code that it speaks of has changed since. A table of times outside such marks is refused.
 A figure is marked like a table, ``<!-- figure: docs/attention.svg from FILE.json -->``; ``--write``
-draws it. ``<!-- table: agreement from FILE.json,FILE.json -->`` compares two independent runs.
+draws it. ``<!-- table: agreement from FILE.json,FILE.json -->`` compares independent runs.
 
 ``--from FILE.json`` first points the marks at a new result file (:mod:`.repoint`). A mark that
 waits for its first one says ``from pending``.
@@ -19,6 +19,7 @@ waits for its first one says ``from pending``.
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -351,22 +352,28 @@ def _missing(result: Result, kind: str) -> list[str]:
 
 
 def _agreement(paths: str, root: Path) -> list[str]:
-    """Return one line per group: how many ratios two runs have in common, how far they differ."""
+    """Return one line per group: how many ratios two runs have in common, how far they differ.
+
+    With further runs also how many of those that differ one of them repeats.
+    """
     shown = paths.split(",")
-    if len(shown) != 2:
+    if len(shown) < 2:
         raise ArgumentError(f"the table {AGREEMENT!r} needs FILE.json,FILE.json", name="path")
-    runs = [load(root / path) for path in shown]
-    agree.independent(*runs)
-    pairs, unlike = agree.compare(*(run.rows for run in runs))
+    first, second, *more = runs = [load(root / path) for path in shown]
+    for one, other in itertools.combinations(runs, 2):
+        agree.independent(one, other)
+    pairs, unlike = agree.compare(first.rows, second.rows)
     if not pairs:
         raise ArgumentError(f"{paths} have no ratio in common", name="path")
     body = []
     for group in dict.fromkeys(pair.group for pair in pairs):
         of_group = [pair for pair in pairs if pair.group == group]
         widest = max(of_group, key=lambda pair: pair.difference)
-        apart = sum(pair.differs() for pair in of_group)
-        body.append([group, len(of_group), f"{widest.difference:.1%}", widest.what, apart])
+        apart = [pair for pair in of_group if pair.differs()]
+        line = [group, len(of_group), f"{widest.difference:.1%}", widest.what, len(apart)]
+        body.append([*line, *[sum(agree.repeated(p, more) for p in apart)][: len(more)]])
     head = ["group", "ratios", "largest difference", "of", f"over {agree.BOUND:.0%}"]
+    head += ["of them repeated by a further run"][: len(more)]
     captions = [_caption(pairs[0].group, *run) for run in zip(runs, shown, strict=True)]
     if unlike:
         what = "ratios are not compared: other libraries were loaded in one of the runs"

@@ -47,6 +47,26 @@ def test_rows_apart_are_named_with_both_ratios(tmp_path, capsys):
     assert agree.main([*files, "--bound", "0.05"]) == 0
 
 
+def test_a_further_run_may_repeat_either(tmp_path, capsys):
+    files = both(tmp_path, 1.1)
+    for scale, again in ((1.11, 3), (0.99, 3), (1.2, 0), (1.05, 0)):
+        third = str(write(tmp_path / "third.json", scale))
+        assert agree.main([*files, third]) == (0 if again else 1)
+        said = capsys.readouterr().out
+        assert f"3 differ by more than 3.0%, {again} of them repeated by a further run" in said
+        assert said.count(" repeated by a further run\n") == again + 1  # and the sum
+        mark = f"<!-- table: agreement from first.json,second.json,third.json -->\n{tables.END}\n"
+        (line,) = (x for x in tables.rewritten(mark, tmp_path)[0].splitlines() if "| launch" in x)
+        assert line.endswith(f"| 1 | {again // 3} |")
+    alone = str(write(tmp_path / "third.json", 1.11))
+    sealed(tmp_path / "third.json", lambda body: [r.update(loaded=["cupy"]) for r in body["rows"]])
+    for name in ("first", "second"):
+        sealed(tmp_path / f"{name}.json", lambda body: [r.update(loaded=[]) for r in body["rows"]])
+    assert agree.main([*files, alone]) == 1  # beside another library
+    capsys.readouterr()
+    assert agree.main([*files, files[0]]) == 2 and "the same run" in capsys.readouterr().err
+
+
 def test_rows_over_one_row_and_rows_of_one_run_only():
     one = Row("rows 1", "us", [10.0], 5.0, group="rows")
     two = Row("rows 2", "us", [12.0], 5.0, group="rows", extra={"over_one_row": 1.2})

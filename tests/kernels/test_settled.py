@@ -117,6 +117,50 @@ def test_own_rows_are_read_behind_the_wait(monkeypatch, tmp_path, device, name, 
 
 
 @pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(("length", "n"), [(31, 2), (63, 1), (126, 5)])
+def test_rows_of_a_predecessor_are_seen_in_a_chain(stream, name, length, n):
+    """Rows that share sectors with older ones: what was read early must not hide what came then."""
+    device, rng, n_layers = stream.device, np.random.default_rng(length), 12
+    k_format, v_format = KERNELS[name][2]
+    heads = kv_attend_f16._aligned_heads(k_format, v_format, DIM) if name == "f16" else 3
+    layers = [
+        KvLayer.allocate(device, 512, heads, DIM, k_format=k_format, v_format=v_format)
+        for _ in range(n_layers)
+    ]
+    old, new, other = (
+        [device.from_numpy(normal(rng, rows, heads * DIM), stream) for _ in "kv"]
+        for rows in (length, n, n)
+    )
+    q = device.from_numpy(normal(rng, n, 3 * heads, DIM), stream)
+    outs = [device.empty(q.shape, np.float32, stream) for _ in layers]
+
+    def chain(rows, **how):
+        for i, (layer, out) in enumerate(zip(layers, outs, strict=True)):
+            layer.append(stream, *rows, programmatic=bool(how) and i > 0)
+            layer.attend(stream, q, out, kernel=name, **how)
+
+    for layer in layers:
+        layer.append(stream, *old)
+        layer.advance(stream, length)
+    chain(new)
+    wanted = [out.to_numpy(stream) for out in outs]
+    chain(other)
+    others = [out.to_numpy(stream) for out in outs]
+    stream.sync()
+    with stream.capture("chain") as graph:
+        chain(new, programmatic=True, settled=True)
+    with graph, graph.instantiate() as step:
+        for _ in range(8):
+            step.launch(stream)
+            assert all(same(o.to_numpy(stream), w) for o, w in zip(outs, wanted, strict=True))
+            chain(other)
+            assert all(same(o.to_numpy(stream), w) for o, w in zip(outs, others, strict=True))
+            stream.sync()
+    for layer in layers:
+        layer.close()
+
+
+@pytest.mark.parametrize("name", KERNELS)
 def test_own_rows_that_are_read_before_it_are_noticed(monkeypatch, tmp_path, device, name):
     """The gate of the test above."""
     fault = KERNELS[name][3]

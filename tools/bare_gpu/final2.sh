@@ -1,11 +1,12 @@
 #!/bin/bash
 # Call 2: parity/e2e with bindings 13 into the result file of call 1 (on this machine, else in
 # .carry/HOST/prev); the whole check with bindings 12.9; the benchmark; a second run of it without
-# peers, and whether the two agree. PARTS leaves out what is not named.
-PARTS=${PARTS:-e2e check12 bench second}
-CHECK12_S=${CHECK12_S:-190} BENCH_S=${BENCH_S:-190} SECOND_S=${SECOND_S:-90}
+# peers, a third one of a few groups, and whether they agree. PARTS leaves out what is not named.
+PARTS=${PARTS:-e2e check12 bench second third}
+CHECK12_S=${CHECK12_S:-190} BENCH_S=${BENCH_S:-190} SECOND_S=${SECOND_S:-90} THIRD_S=${THIRD_S:-60}
 GROUPS13=${GROUPS13:-ceilings,append,attend,rows,launch,replay,model,recur,latent,round,compile}
 SECOND=${SECOND:-ceilings append attend rows launch replay model recur latent round}
+THIRD=${THIRD:-ceilings append launch replay recur latent}
 DEVICE=${MEMRA_DEVICE:-cuda:0}
 export LIMIT=${LIMIT:-585}
 source .carry/HOST/common.sh
@@ -25,13 +26,15 @@ for part in $PARTS; do
         ;;
     check12) check12 "$CHECK12_S" ;;
     bench) check "$BENCH_S" --bench --groups "$GROUPS13" --device "$DEVICE" ;;
-    second)
-        within "$SECOND_S" python3 tools/bench.py $SECOND --no-peers --device "$DEVICE" \
-            --json "$R/second-run.json"
-        memra_say "second run ended with $?"
+    second | third)
+        most=$SECOND_S names=$SECOND
+        [ "$part" = third ] && most=$THIRD_S names=$THIRD
+        within "$most" python3 tools/bench.py $names --no-peers --device "$DEVICE" \
+            --json "$R/$part-run.json"
+        memra_say "$part run ended with $?"
         keep
-        within 20 python3 -m memra_lowlevel.bench.agree "$R"/*-gpu-check-bench.json \
-            "$R/second-run.json"
+        within 20 python3 -m memra_lowlevel.bench.agree "$R"/*-gpu-check-bench.json "$R"/second-run.json \
+            $([ "$part" = third ] && echo "$R/third-run.json")
         ;;
     *) echo "no part is called $part"; false ;;
     esac
