@@ -14,7 +14,8 @@ A pass over a block is four launches beside its attention::
 ``logits_rows`` (norm, logits, the best of each tile) and ``pick_rows`` end it. All take
 ``programmatic``: start while the predecessor still runs, on GPUs that can. It needs a kernel of the
 same stream as the predecessor, and one that ends only after everything before it, as every kernel
-launched the ordinary way and every kernel here does.
+launched the ordinary way and every kernel here does. A pass that begins with an ordinary launch and
+moves no counter may tell its attention so (``settled``, see :func:`.kv_attend.attend`).
 """
 
 from __future__ import annotations
