@@ -1,7 +1,8 @@
 // Programmatic dependent launch: a kernel that is launched so starts while its predecessor still
 // runs. Between its start and await_predecessor it may read what no kernel of the chain writes
-// (weights, tables), and what was written before its predecessor ran, if that one has waited before it
-// admits a successor; everything else, and every write, comes after. All threads of a kernel call
+// (weights, tables), what was written before its predecessor ran, if that one has waited before it
+// admits a successor, and what was written before the last launch of the chain that did not start early;
+// everything else, and every write, comes after. All threads of a kernel call
 // both: then the predecessor's end means the end of everything before it, too.
 //
 // Launched the ordinary way, on an older GPU, or on the host device, both do nothing.

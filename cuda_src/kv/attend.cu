@@ -209,7 +209,8 @@ __device__ __forceinline__ void score_four(const float* key, const float* query,
 //   out        f32 [n_rows, n_heads, DV]; 0 for a row without keys; NaN if n_slots is too small
 //   lse        f32 [n_rows, n_heads] or null: log of the sum of exp(score), the sink included; -inf for
 //              a row without keys and sink
-//   settled    whether counters, and rows below the launch's own, may be read before the predecessor has ended
+//   settled    whether counters, and rows below the launch's own, were written before the last launch that did
+//              not start early, so that they may be read before the predecessor has ended
 template <int KF, int VF, int DK, int DV, int QT>
 __global__ void __launch_bounds__(ATTEND_THREADS, AttendShape<DK, DV, QT>::RESIDENT)
     attend_partial(const float* q, const uint8_t* NULLABLE k_plane,

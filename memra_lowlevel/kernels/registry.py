@@ -86,7 +86,8 @@ class KernelSpec:
         No transcendentals: host device and GPU give the same bytes.
     pdl : str
         ``"waits"``: the kernel reads and writes nothing that another one writes before it has
-        waited for its predecessor, so it may be launched ``programmatic``; else ``"none"``.
+        waited for its predecessor, but what its caller calls settled, so it may be launched
+        ``programmatic``; else ``"none"``.
     """
 
     name: str
