@@ -116,8 +116,8 @@ struct TileInFlight {
         of_few(head, row_bytes, physical, from, to,
                [&](int i, const uint8_t* block) { packed[i] = load_quarter<F>(block, quarter()); });
     }
-    // Brings nearer what load_few() will ask for, whatever it holds yet: where a row was written in part, the rest
-    // of its sectors comes from memory.
+    // Brings nearer what load_few() will ask for, whatever it holds yet: the rest of a sector that was written in
+    // part may have to come from memory.
     __device__ __forceinline__ static void near_few(const uint8_t* head, int row_bytes, int physical, int from,
                                                     int to) {
         of_few(head, row_bytes, physical, from, to, [](int, const uint8_t* block) {

@@ -371,9 +371,12 @@ def _agreement(paths: str, root: Path) -> list[str]:
         widest = max(of_group, key=lambda pair: pair.difference)
         apart = [pair for pair in of_group if pair.differs()]
         line = [group, len(of_group), f"{widest.difference:.1%}", widest.what, len(apart)]
-        body.append([*line, *[sum(agree.repeated(p, more) for p in apart)][: len(more)]])
+        if more:
+            line.append(sum(agree.repeated(pair, more) for pair in apart))
+        body.append(line)
     head = ["group", "ratios", "largest difference", "of", f"over {agree.BOUND:.0%}"]
-    head += ["of them repeated by a further run"][: len(more)]
+    if more:
+        head.append("of them repeated by a further run")
     captions = [_caption(pairs[0].group, *run) for run in zip(runs, shown, strict=True)]
     if unlike:
         what = "ratios are not compared: other libraries were loaded in one of the runs"
